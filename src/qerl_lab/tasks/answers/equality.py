@@ -9,7 +9,7 @@ from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_express
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.intervals import OPPOSITE, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, point, value
+from qerl_lab.tasks.answers.value import POINTS, Value, close, is_finite, is_real, point, value
 
 ENOUGH_DIGITS = 6  # digits of a decimal that may stand for an endless one: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
@@ -84,12 +84,14 @@ def _as_relation(form: Form) -> Form:
 def _compare_amounts(left: Amount, right: Amount) -> bool:
     """Tell whether two amounts are equal. 50% equals 0.5 and 50; a unit counts only if both amounts have one.
 
-    A long decimal also equals the number from which it was rounded, see `_is_rounding_of`.
+    Beside an expression with variables a unit may be variables too: `2 m` is 2 times m. A long decimal also equals the
+    number from which it was rounded, see `_is_rounding_of`.
     """
     if left.letters is not None and right.letters is not None:
         return _compare_nodes(left.letters, right.letters)
-    if _is_product_of_letters(left, right) or _is_product_of_letters(right, left):
-        return True
+    for amount, other in ((left, right), (right, left)):
+        if amount.letters is not None and names(other.node) and _compare_nodes(amount.letters, other.node):
+            return True
     if left.unit and right.unit and left.unit != right.unit:
         return False
     a, b = left.node, right.node
@@ -97,14 +99,6 @@ def _compare_amounts(left: Amount, right: Amount) -> bool:
         return _compare_nodes(a, b) or _is_rounding_of(a, b)
     as_part = (Op("*", (a, HUNDREDTH)), b) if left.percent else (a, Op("*", (b, HUNDREDTH)))
     return _compare_nodes(a, b) or _compare_nodes(*as_part) or _is_rounding_of(*as_part)
-
-
-def _is_product_of_letters(amount: Amount, other: Amount) -> bool:
-    """Tell whether `amount` equals `other` once its unit is read as variables: two metres, `2 m`, as 2 times m.
-
-    False if `other` has no variables.
-    """
-    return amount.letters is not None and bool(names(other.node)) and _compare_nodes(amount.letters, other.node)
 
 
 def _compare_nodes(left: Node, right: Node) -> bool:
@@ -120,25 +114,14 @@ def _compare_nodes(left: Node, right: Node) -> bool:
         return close(value(left, {}), value(right, {}))
     agreed: dict[bool, list[bool]] = {True: [], False: []}
     for draw in range(POINTS):
-        both_real, agree = _compare_at(point(variables, draw), left, right)
-        if both_real and not agree:
-            return False
-        if both_real is not None:
-            agreed[both_real].append(agree)
+        at = point(variables, draw)
+        with suppress(Unreadable):  # undefined or too large here
+            a, b = value(left, at), value(right, at)
+            both_real = is_real(a) and is_real(b)
+            agreed[both_real].append(close(a, b))
+            if both_real and not agreed[True][-1]:
+                return False
     return bool(agreed[True]) or (bool(agreed[False]) and all(agreed[False]))
-
-
-def _compare_at(where: Point, left: Node, right: Node) -> tuple[bool | None, bool]:
-    """Evaluate two expressions with the variables' values in `where`.
-
-    Return whether both results are real, and whether they agree. Returns (None, False) if a result is undefined or too
-    large.
-    """
-    try:
-        a, b = value(left, where), value(right, where)
-    except Unreadable:
-        return None, False
-    return is_real(a) and is_real(b), close(a, b)
 
 
 def _is_rounding_of(left: Node, right: Node) -> bool:
@@ -179,32 +162,24 @@ def _compare_several(left: Several, right: Several) -> bool:
     equal a point, and `10:30` equals `10:30 am` and `10:30 pm`.
     """
     shapes = {left.brackets, right.brackets}
+    sides = [left.parts, right.parts]
     if shapes == {"[]", "()"}:
-        left, right = _column(left), _column(right)  # of the matrix; a point stays
-    if len(left.parts) != len(right.parts):
+        for n, parts in enumerate(sides):
+            rows = [part.parts for part in parts if isinstance(part, Several) and part.brackets == "[]"]
+            if len(rows) == len(parts) and all(len(row) == 1 for row in rows):  # a matrix of one column
+                sides[n], shapes = tuple(row[0] for row in rows), {"()"}
+    if len(sides[0]) != len(sides[1]):
         return False
     if shapes <= {"", "{}"} or shapes == {"or"}:
-        return _equal_in_any_order(left.parts, right.parts)
-    ordered = left.brackets == right.brackets or shapes in ({"", "()"}, {":", "am"}, {":", "pm"})
-    return ordered and all(equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
-
-
-def _equal_in_any_order(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
-    """Tell whether each part of `left` equals a different part of `right`. Both must have the same length."""
-    rest = list(right)
-    for form in left:
-        at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
-        if at is None:
-            return False
-        rest.pop(at)
-    return True
-
-
-def _column(form: Several) -> Several:
-    """Convert a matrix of one column to a point; return other forms unchanged."""
-    rows = [part for part in form.parts if isinstance(part, Several) and part.brackets == "[]" and len(part.parts) == 1]
-    is_column = form.brackets == "[]" and len(rows) == len(form.parts)
-    return Several("()", tuple(row.parts[0] for row in rows)) if is_column else form
+        rest = list(sides[1])
+        for form in sides[0]:
+            at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
+            if at is None:
+                return False
+            rest.pop(at)
+        return True
+    ordered = len(shapes) == 1 or shapes in ({"", "()"}, {":", "am"}, {":", "pm"})
+    return ordered and all(equal(a, b) for a, b in zip(*sides, strict=True))
 
 
 def _compare_relations(left: Form, right: Form) -> bool:
