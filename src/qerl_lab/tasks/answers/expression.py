@@ -93,9 +93,9 @@ def _repeating(text: str) -> Num:
 
 
 class _Reader:
-    """Parse tokens into a tree. Each method for a rule parses from the next token on, and steps past what it parsed.
+    """Parse tokens into a tree. A method for each rule parses from the next token on, and steps past what it parsed.
 
-    These methods raise Unreadable if the tokens do not follow the rule.
+    All methods raise Unreadable if the tokens do not follow the rule.
     """
 
     def __init__(self, tokens: list[Token]) -> None:
@@ -118,36 +118,31 @@ class _Reader:
         return token is not None and token.kind in ("sign", "macro") and token.text in texts
 
     def take(self) -> Token:
-        """Return the next token and step past it. Raises Unreadable at the end."""
+        """Return the next token and step past it."""
         if self.next is None:
             raise Unreadable("the end")
         self.at += 1
         return self.tokens[self.at - 1]
 
     def expect(self, text: str) -> None:
-        """Step past the sign or macro `text`. Raises Unreadable if the next token is another one."""
+        """Step past the sign or macro `text`."""
         if not self.sees(text):
             raise Unreadable(f"no {text}")
         self.at += 1
 
     def deeper(self) -> None:
-        """Count one more level of nesting; the caller must subtract it from `depth` again.
-
-        Raises Unreadable beyond MAX_DEPTH levels.
-        """
+        """Count one more level of nesting, of at most MAX_DEPTH; the caller subtracts it from `depth` again."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Unreadable("too deep")
 
     def sum(self) -> Node:
         r"""Parse `sum = term (("+" | "-" | "\pm") term)*` from the next token on, in which a - b is a + neg(b)."""
-        self.deeper()
         terms = list[Node]([] if self.sees("pm", "mp") else [self.term()])
         while self.sees("+", "-", "pm", "mp"):
             sign = self.take().text
             term = self.term()
             terms.append(term if sign == "+" else Op("neg" if sign == "-" else sign, (term,)))
-        self.depth -= 1
         return terms[0] if len(terms) == 1 else Op("+", tuple(terms))
 
     def term(self) -> Node:
@@ -187,16 +182,12 @@ class _Reader:
         return token.kind != "macro" or token.text not in ("pm", "mp", "rfloor", "rceil", r"\}", "row", "div", *_TIMES)
 
     def factor(self) -> Node:
-        """Parse `factor = ("-" | "+") factor | power`."""
-        self.deeper()
-        if self.sees("-", "+"):
-            negative = self.take().text == "-"
-            node = self.factor()
-            node = Op("neg", (node,)) if negative else node
-        else:
-            node = self.power()
-        self.depth -= 1
-        return node
+        """Parse `factor = ("-" | "+")* power`."""
+        negative = False
+        while self.sees("-", "+"):
+            negative ^= self.take().text == "-"
+        node = self.power()
+        return Op("neg", (node,)) if negative else node
 
     def power(self) -> Node:
         """Parse `power = raised | letter ("^" factor)? "(" sum ")" ("^" factor)?`, product or call: see `is_factor`."""
@@ -251,31 +242,24 @@ class _Reader:
             return self.factor()
         token = self.next
         if token is not None and token.kind == "number":
-            return read_number(self.take().text) if signed else self.first_digit()
+            self.take()
+            if len(token.text) == 1 or signed:
+                return read_number(token.text)
+            if not token.text.isdigit():
+                raise Unreadable(token.text)
+            self.at -= 1
+            self.tokens[self.at] = Token("number", token.text[1:], False)  # the next call takes the other digits
+            return read_number(token.text[0])
         self.deeper()
         node = self.atom()
         self.depth -= 1
         return node
 
-    def first_digit(self) -> Node:
-        """Parse the first digit of the next number, and leave its other digits for the next call.
-
-        Raises Unreadable if the number is a decimal of more than one character.
-        """
-        token = self.take()
-        if len(token.text) > 1:
-            if not token.text.isdigit():
-                raise Unreadable(token.text)
-            self.at -= 1
-            self.tokens[self.at] = Token("number", token.text[1:], False)
-        return read_number(token.text[0])
-
     def group(self, opening: str) -> Node:
-        """Parse a sum and the closing bracket. The caller has already taken the opening bracket, `opening`.
-
-        Raises Unreadable if another token follows the sum.
-        """
+        """Parse a sum and the closing bracket. The caller has already taken the opening bracket, `opening`."""
+        self.deeper()
         node = self.sum()
+        self.depth -= 1
         self.expect(_PAIRS[opening])
         return node
 
@@ -303,27 +287,20 @@ class _Reader:
 
     def mixed(self, token: Token) -> Node:
         r"""Return the number in `token`, plus a proper fraction of integers behind it: `1\frac{4}{5}`, `1 4/5`."""
-        node, tokens, start = read_number(token.text), list(self.tokens), self.at
-        part = self.fraction_behind() if token.text.isdigit() else None
-        if part is not None and part < 1:
-            return Num(node.value + part)
-        self.tokens, self.at = tokens, start
-        return node
-
-    def fraction_behind(self) -> Fraction | None:
-        """Parse a fraction of two integers. Return None if there is none; then the caller must restore the position."""
-        if self.sees("frac"):
+        number, tokens, start, parts = read_number(token.text), list(self.tokens), self.at, list[Node]()
+        ahead = tokens[start : start + 3]
+        is_typed = [each.kind for each in ahead] == ["number", "sign", "number"] and ahead[1].text == "/"
+        if token.text.isdigit() and self.sees("frac"):
             self.take()
-            over, under = self.argument(), self.argument()
-            whole = isinstance(over, Num) and isinstance(under, Num) and not over.digits and not under.digits
-            return over.value / under.value if whole and under.value else None  # type: ignore[union-attr]
-        ahead = self.tokens[self.at : self.at + 3]
-        kinds, texts = [token.kind for token in ahead], [token.text for token in ahead]
-        if kinds != ["number", "sign", "number"] or texts[1] != "/" or not ahead[0].spaced:
-            return None
-        self.at += 3
-        whole = texts[0].isdigit() and texts[2].isdigit() and int(texts[2]) > 0
-        return Fraction(int(texts[0]), int(texts[2])) if whole else None
+            parts = [self.argument(), self.argument()]
+        elif token.text.isdigit() and is_typed and ahead[0].spaced:
+            self.at += 3
+            parts = [read_number(ahead[0].text), read_number(ahead[2].text)]
+        whole = [part.value for part in parts if isinstance(part, Num) and not part.digits]
+        if len(whole) == 2 and whole[0] < whole[1]:
+            return Num(number.value + whole[0] / whole[1])
+        self.tokens, self.at = tokens, start  # the fraction is a factor, if anything
+        return number
 
     def symbol(self, name: str) -> Node:
         """Return the variable `name` with the primes and the subscript behind it: `x'`, `x_{12}`, `x1` (as x_1)."""
@@ -353,7 +330,7 @@ class _Reader:
             parts.append(token.text)
 
     def macro(self, name: str) -> Node:
-        """Parse the arguments of the macro `name` (without backslash) into its node. Raises Unreadable if unknown."""
+        """Parse the arguments of the macro `name` (without backslash) into its node."""
         if name == "frac":
             return Op("/", (self.argument(), self.argument()))
         if name == "sqrt":
@@ -403,10 +380,7 @@ class _Reader:
     def function_argument(self) -> Node:
         r"""Parse a function's argument: a group, or a product up to the next function, as in `\sin 2x \cos x`."""
         if self.sees("(", "[", "{"):
-            self.deeper()
-            node = self.postfix(self.group(self.take().text))
-            self.depth -= 1
-            return node
+            return self.postfix(self.group(self.take().text))
         self.deeper()
         negative = self.sees("-") and bool(self.take())
         factors = [self.raised(self.atom())]
