@@ -8,18 +8,12 @@ Removes what carries no mathematics: delimiters, sizes, thin spaces, fonts, lead
 import re
 from unicodedata import normalize
 
-from qerl_lab.tasks.answers.tokens import FUNCTIONS
+from qerl_lab.tasks.answers.tokens import FUNCTIONS, GREEK_LETTERS
 
 MAX_ANSWER_CHARACTERS = 2000  # a longer text is no final answer; bounds the work on hostile output
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
-_GREEK_LETTERS = "αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
-_GREEK_NAMES = """
-alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega
-Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
-"""
-_GREEK = dict(zip(_GREEK_LETTERS, _GREEK_NAMES.split(), strict=True))
 _UNICODE = {
     "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{EM DASH}": "-", "\N{HYPHEN}": "-", "\N{NON-BREAKING HYPHEN}": "-",
     "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "\N{FRACTION SLASH}": "/",
@@ -28,7 +22,7 @@ _UNICODE = {
     "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "′": "'", "’": "'", "“": '"', "”": '"',
     "€": r"\euro ", "£": r"\pound ", "¥": r"\yen ", "₹": r"\rupee ", "¢": r"\text{cent}", "、": ",", "。": ".",
     "\N{NO-BREAK SPACE}": " ", "\N{NARROW NO-BREAK SPACE}": " ", "\N{THIN SPACE}": " ",
-} | {sign: rf"\{name} " for sign, name in _GREEK.items()}  # fmt: skip
+} | {sign: rf"\{name} " for sign, name in GREEK_LETTERS.items()}  # fmt: skip
 _PARTS = {sign: normalize("NFKC", sign).split("\N{FRACTION SLASH}") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _FRACTIONS = {sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in _PARTS.items()}
 _FULL_WIDTH = {0xFEE0 + code: chr(code) for code in range(ord("!"), ord("~") + 1)}  # full-width ASCII

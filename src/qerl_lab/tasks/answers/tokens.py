@@ -14,9 +14,11 @@ arcsinh arccosh arctanh exp cis ln log lg abs floor ceil sqrt
 """
 _GREEK = """
 alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega
-Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega pi ell hbar nabla partial infty imath
+Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
 """
-FUNCTIONS, GREEK = frozenset(_FUNCTIONS.split()), frozenset(_GREEK.split())
+GREEK_LETTERS = dict(zip("αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ", _GREEK.split(), strict=True))
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+GREEK = frozenset(GREEK_LETTERS.values()) | {"Upsilon", "pi", "ell", "hbar", "nabla", "partial", "infty", "imath"}
 ALIASES = {
     "asin": "arcsin", "acos": "arccos", "atan": "arctan", "arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh",
     "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh", "cosec": "csc", "tg": "tan", "ctg": "cot",
