@@ -1,7 +1,10 @@
-"""Parse the form of an answer: split at unions, commas and signs, open brackets, parse what is left."""
+"""Parse the form of an answer: split at unions, commas and signs, open brackets, parse what is left.
+
+Every function here raises Unreadable if a text has no such form.
+"""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
 
@@ -61,14 +64,14 @@ _NAME = re.compile(  # a variable or a word; with an argument: f(x), P(X=2), f^{
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Form:
-    """Parse an answer, normalized by `surface.plain`, into its form (see forms.py). Raises Unreadable if that fails."""
+    """Parse an answer, normalized by `surface.plain`, into its form (see forms.py)."""
     return _read(text, nesting=0)
 
 
 def _read(text: str, nesting: int, listed: bool = False) -> Form:
     """Parse the text of an answer, or of a part of it inside `nesting` levels of parts, into its form.
 
-    `listed`: the text is a part in brackets, where `1,800` is two numbers. Raises Unreadable if it cannot be parsed.
+    `listed`: the text is a part in brackets, where `1,800` is two numbers.
     """
     text = text.strip()
     if not text or nesting > MAX_NESTING:
@@ -79,15 +82,17 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
         text = _without_thousands(text)
     depths = _depths(text)
     for pattern, brackets in ((_MINUS, "minus"), (_UNION, "or"), (_LIST, "")):
-        parts = _split(text, depths, pattern)
+        parts, _ = _split(text, depths, pattern)
         if len(parts) > 1:
             named = _IN.split(parts[0]) if brackets else ()
             if len(named) == 2:  # x \in A \cup B
                 return Named(_name(named[0]), _several(brackets, [named[1], *parts[1:]], nesting))
             return _several(brackets, parts, nesting, brackets == "" and bool(_OR.search(text)))
-    if len(sides := _split(text, depths, _SIGN)) > 1:
-        return _relation(text, sides, [found[0] for found in _at_top(text, depths, _SIGN)], nesting)
-    if len(parts := _split(text, depths, _COLON)) > 1:
+    sides, signs = _split(text, depths, _SIGN)
+    if signs:
+        return _relation(text, sides, signs, nesting)
+    parts, colons = _split(text, depths, _COLON)
+    if colons:
         return Several(":", tuple(map(Amount, _sides(parts))))
     if inside := _bracketed(text, nesting):
         return inside
@@ -136,10 +141,7 @@ def _words(text: str) -> str:
 
 
 def _numeral(digits: str, base: str) -> Form:
-    """Return the form of a numeral: its digits, and its base, such as "8" or "eight".
-
-    Raises Unreadable unless the base is from 2 to 36 and every digit is below it.
-    """
+    """Return the form of a numeral: its digits, and its base, such as "8" or "eight"."""
     radix = int(base) if base.isdigit() and len(base) < 3 else _NUMBERS.get(base.lower(), 0)
     if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
         raise Unreadable(digits)
@@ -149,7 +151,7 @@ def _numeral(digits: str, base: str) -> Form:
 
 
 def _matrix(inside: str) -> Form:
-    r"""Parse the inside of a matrix: rows end at `\row`, cells at `&`. Raises Unreadable for rows of unequal length."""
+    r"""Parse the inside of a matrix: rows end at `\row`, cells at `&`."""
     rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", inside.replace(r"\hline", ""))]
     cells = [[_read(cell, MAX_NESTING, listed=True) for cell in row.split("&")] for row in rows if row]
     if not cells or len({len(row) for row in cells}) > 1 or len(cells) * len(cells[0]) > MAX_PARTS:
@@ -168,10 +170,7 @@ def _without_thousands(text: str) -> str:
 
 
 def _depths(text: str) -> list[int]:
-    """Return for each character of `text` how many brackets are open there; braces of TeX arguments count too.
-
-    Raises Unreadable if brackets stay open, or if one closes that was not opened.
-    """
+    """Return for each character of `text` how many brackets are open there; braces of TeX arguments count too."""
     depths, depth, last = list[int](), 0, 0
     for found in _BRACKETS.finditer(text):
         depths += [depth] * (found.start() - last)
@@ -187,25 +186,21 @@ def _depths(text: str) -> list[int]:
     return depths + [0] * (len(text) - last)
 
 
-def _at_top(text: str, depths: list[int], pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
-    """Yield the matches of `pattern` outside of all brackets, except blank ones. `depths` must be `_depths(text)`."""
-    return (found for found in pattern.finditer(text) if depths[found.start()] == 0 and found[0].strip())
+def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """Split `text` at the matches of `pattern` outside of all brackets, but not at blank ones.
 
-
-def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> list[str]:
-    """Split `text` at the matches of `pattern` outside of all brackets. `depths` must be `_depths(text)`."""
-    parts, last = list[str](), 0
-    for found in _at_top(text, depths, pattern):
-        parts.append(text[last : found.start()])
-        last = found.end()
-    return [*parts, text[last:]]
+    Return the parts and the matches between them. `depths` must be `_depths(text)`.
+    """
+    found = [match for match in pattern.finditer(text) if depths[match.start()] == 0 and match[0].strip()]
+    begins, ends = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(text)]
+    return [text[begin:end] for begin, end in zip(begins, ends, strict=True)], [match[0] for match in found]
 
 
 def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = False) -> Form:
     r"""Parse each of `parts`; return them as one form with `brackets` (see `Several`).
 
     In a list or set `3 \pm \sqrt{2}` becomes two parts. `says_or`: the word "or" joins the parts; then inequalities
-    form a union, and other parts a set. Raises Unreadable if a part cannot be parsed, or if there are over MAX_PARTS.
+    form a union, and other parts a set.
     """
     if len(parts) > MAX_PARTS:
         raise Unreadable("too many parts")
@@ -223,7 +218,7 @@ def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Fo
     r"""Parse an equation or inequality. `sides` are the texts between the `signs` of `text`.
 
     `x = 5` and `x \in A` become Named, `= 5` becomes the value alone, other texts a Relation. Of `a \approx b` only a
-    is parsed, or only b if a is a name or blank. Raises Unreadable if a side cannot be parsed.
+    is parsed, or only b if a is a name or blank.
     """
     signs = [_SIGNS.get(sign, sign) for sign in signs]
     if signs[0] == r"\in" and len(signs) == 1:
@@ -244,8 +239,11 @@ def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Fo
 
 
 def _sides(texts: Iterable[str]) -> tuple[Node, ...]:
-    """Parse each text, without its unit and money sign, as an expression. Raises Unreadable if one is no expression."""
-    return tuple(read_expression(_body(text)) for text in texts)
+    """Parse each text, without its unit and money sign, as an expression."""
+    found = [quantity(_without_thousands(_MONEY.sub("", text).strip())) for text in texts]
+    if any(side is None or side.percent or side.scale != 1 for side in found):
+        raise Unreadable("words or a percent sign, which change a side")
+    return tuple(read_expression(side.body) for side in found if side)
 
 
 def _is_name(text: str) -> bool:
@@ -254,21 +252,10 @@ def _is_name(text: str) -> bool:
 
 
 def _name(text: str) -> str:
-    """Return the name in a text, without spaces. Raises Unreadable if the text is no name."""
+    """Return the name in a text, without spaces."""
     if not _is_name(text):
         raise Unreadable(text)
     return compact(text.strip()).replace(" ", "")
-
-
-def _body(text: str) -> str:
-    """Return the expression in a text, without unit and money sign.
-
-    Raises Unreadable if the text has a percent sign or a scale such as "million", or words that change the number.
-    """
-    found = quantity(_without_thousands(_MONEY.sub("", text).strip()))
-    if found is None or found.percent or found.scale != 1:
-        raise Unreadable(text)
-    return found.body
 
 
 def _bracketed(text: str, nesting: int) -> Form | None:
@@ -286,19 +273,16 @@ def _bracketed(text: str, nesting: int) -> Form | None:
     except Unreadable:
         return None  # (1+x)(2+x): the first bracket closes before the end
     brackets = _SHAPES[opening] + _ENDS[ending]
-    parts = _split(inside, depths, _AND if brackets == "{}" else _COMMA)
+    parts, _ = _split(inside, depths, _AND if brackets == "{}" else _COMMA)
     if brackets == "{}" and (found := _BUILT.fullmatch(inside)):
         return _read(found[1], nesting + 1)
     if len(parts) > 1 or (brackets == "{}" and inside.strip()):
         return _several(brackets, parts, nesting)
-    return _read(inside, nesting + 1) if brackets in ("()", "[]") and len(_split(inside, depths, _LIST)) == 1 else None
+    return _read(inside, nesting + 1) if brackets in ("()", "[]") and not _split(inside, depths, _LIST)[1] else None
 
 
 def _amount(text: str) -> Form:
-    r"""Parse an expression with unit, percent sign or scale. An expression with `\pm` gives a list of two amounts.
-
-    Raises Unreadable if the text is no expression, or if words behind it change its value.
-    """
+    r"""Parse an expression with unit, percent sign or scale. An expression with `\pm` gives a list of two amounts."""
     found = quantity(text)
     if found is None or not found.body.strip():
         raise Unreadable(text)
@@ -314,7 +298,7 @@ def _amount(text: str) -> Form:
 
 
 def _read_or_none(text: str) -> Node | None:
-    """Parse a text as an expression; return None if that fails."""
+    """Parse a text as an expression; return None, raising nothing, if that fails."""
     try:
         return read_expression(text)
     except Unreadable:
