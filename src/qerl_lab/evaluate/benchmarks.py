@@ -33,7 +33,7 @@ def load_questions(cfg: TaskConfig, before: str) -> Task:
     The message names the option as typed on the command line, `before`, such as "benchmarks=gsm8k:".
     """
     try:
-        return tasks.load_benchmark(cfg)
+        return tasks.load(cfg, training=None)
     except ConfigError as error:
         raise error if cfg.module else reword_path_error(error, before) from error
 

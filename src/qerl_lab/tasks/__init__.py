@@ -1,7 +1,7 @@
 """Tasks: questions with exact answers, and grading, selected by `task.name`.
 
-A task offers these functions, which `Task` binds to a configuration. They stand in `question_sets` or in a module
-`qerl_lab.tasks.NAME`; `task.module=FILE.py` replaces them by functions of a file.
+A task offers these functions. They stand in `question_sets` or in a module `qerl_lab.tasks.NAME`;
+`task.module=FILE.py` replaces them by functions of a file.
 
     train(cfg) -> list[Question]         training questions; missing in a task for evaluation only
     heldout(cfg) -> list[Question]       never in training, disjoint by construction
@@ -40,23 +40,7 @@ from qerl_lab.tasks.questions import (
 
 __all__ = ["UNPARSED", "BadRow", "Question", "Scores", "Task", "is_heldout"]
 
-ReadQuestions = Callable[[TaskConfig], list[Question]]
 Grade = Callable[[Sequence[str], Sequence[Question]], Scores]
-
-
-@dataclass(frozen=True)
-class _Functions:
-    """The functions of a task, as the module's docstring describes them; None for a function that the task lacks.
-
-    `of_file` has the names of the functions that the file `task.module` defines.
-    """
-
-    heldout: ReadQuestions
-    grade: Grade
-    train: ReadQuestions | None = None
-    worked: ReadQuestions | None = None
-    weights: Callable[[TaskConfig], dict[str, float]] | None = None
-    of_file: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -98,30 +82,36 @@ class Task:
         return parts
 
 
-def load(cfg: TaskConfig) -> Task:
-    """Build the task `cfg.name` for training. Training questions that are also held out are removed.
+def load(cfg: TaskConfig, training: str | None = "train") -> Task:
+    """Build the task `cfg.name`, with training questions from its function named `training`.
 
-    Raises ConfigError if over 1% of the training questions are removed, if questions cannot be read, or if the task is
-    for evaluation only.
+    "worked" gives each training question a solution in `payload["solution"]`. None reads no training questions, as any
+    task does for an evaluation. Training questions that are also held out are removed. Raises ConfigError if over 1% of
+    them are, if questions cannot be read, or if the task lacks the function `training`.
     """
-    return _task(cfg, "train")
-
-
-def load_worked(cfg: TaskConfig) -> Task:
-    """Build the task for training, with a worked solution in `payload["solution"]` of each training question.
-
-    Training questions that are also held out are removed. Raises ConfigError if more than 1% of the training questions
-    are removed, if questions cannot be read, or if the task has no worked solutions.
-    """
-    return _task(cfg, "worked")
-
-
-def load_benchmark(cfg: TaskConfig) -> Task:
-    """Build a task for evaluation: any task, with its held-out questions and without training questions.
-
-    Raises ConfigError if the questions cannot be read.
-    """
-    return _task(cfg, None)
+    functions = _functions(cfg, training)
+    asked = functions[training](cfg) if training else []
+    heldout = functions["heldout"](cfg)
+    sets = {
+        "training": without_heldout(asked, heldout, cfg.train_questions),
+        "heldout": heldout if isinstance(heldout, Questions) else Questions(heldout),
+    }
+    roles: dict[str, str] = {}  # warning -> role of the questions; a warning about a shared file is listed once
+    for role in ("heldout", "training"):
+        for line in [*map(str, sets[role].left_out), *sets[role].notes]:
+            roles[line] = role
+    further = functions["weights"](cfg) if "weights" in functions else {}
+    return Task(
+        name=label(cfg),
+        instruction=cfg.instruction,
+        train=sets["training"],
+        heldout=sets["heldout"],
+        weights={"format": cfg.format_reward, "answer": cfg.answer_reward} | further,
+        grade=functions["grade"],
+        format_reward_for=cfg.format_reward_for,
+        warnings=tuple(f"{role} questions: {line}" for line, role in roles.items()),
+        data={f"{role}_{key}": value for role, questions in sets.items() for key, value in _summary(questions).items()},
+    )
 
 
 def read_task_config(name: str, **given: Any) -> TaskConfig:
@@ -140,11 +130,12 @@ def check_trains(cfg: TaskConfig) -> None:
 
 def is_on_the_hub(cfg: TaskConfig) -> bool:
     """Tell whether the task has its questions from the Hugging Face hub by default, that is, without task.path."""
-    return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= _functions(cfg).of_file
+    own = module_file.load(cfg, {}) if cfg.module else {}
+    return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= own.keys()
 
 
-def _functions(cfg: TaskConfig, needed: str | None = None) -> _Functions:
-    """Return the task's functions; functions in the file `task.module` replace them.
+def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., Any]]:
+    """Return the task's functions by name; functions in the file `task.module` replace them.
 
     Raises ConfigError if that file cannot be used, or if the task lacks the function `needed` ("train" or "worked").
     """
@@ -153,11 +144,11 @@ def _functions(cfg: TaskConfig, needed: str | None = None) -> _Functions:
     else:
         module = vars(importlib.import_module(f"qerl_lab.tasks.{cfg.name}"))
         functions = {name: module[name] for name in module_file.NAMES if name in module}
-    of_file = module_file.load(cfg, functions) if cfg.module else {}
-    found = _Functions(**functions | of_file, of_file=frozenset(of_file))
-    if needed is None or getattr(found, needed) is not None:
-        return found
-    others = [name for name in choices_of("task") if getattr(_functions(TaskConfig(name=name)), needed) is not None]
+    if cfg.module:
+        functions |= module_file.load(cfg, functions)
+    if needed is None or needed in functions:
+        return functions
+    others = [name for name in choices_of("task") if needed in _functions(TaskConfig(name=name), None)]
     if needed == "worked":
         raise ConfigError(
             f"task={cfg.name} has no worked solutions; allowed: {', '.join(others)}. Type task={others[-1]}."
@@ -165,37 +156,6 @@ def _functions(cfg: TaskConfig, needed: str | None = None) -> _Functions:
     raise ConfigError(
         f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. Type one to train "
         f"on: task={', '.join(others)}; or python -m qerl_lab.evaluate accuracy run=RUN_DIR benchmarks={cfg.name}."
-    )
-
-
-def _task(cfg: TaskConfig, training: str | None) -> Task:
-    """Build a Task, with training questions from its function named `training`; without such questions if it is None.
-
-    Raises ConfigError if the task lacks that function, if questions cannot be read, or if over 1% of the training
-    questions are also held out.
-    """
-    functions = _functions(cfg, training)
-    asked = getattr(functions, training)(cfg) if training else []
-    heldout = functions.heldout(cfg)
-    sets = {
-        "training": without_heldout(asked, heldout, cfg.train_questions),
-        "heldout": heldout if isinstance(heldout, Questions) else Questions(heldout),
-    }
-    roles: dict[str, str] = {}  # warning -> role of the questions; a warning about a shared file is listed once
-    for role in ("heldout", "training"):
-        for line in [*map(str, sets[role].left_out), *sets[role].notes]:
-            roles[line] = role
-    further = functions.weights(cfg) if functions.weights else {}
-    return Task(
-        name=label(cfg),
-        instruction=cfg.instruction,
-        train=sets["training"],
-        heldout=sets["heldout"],
-        weights={"format": cfg.format_reward, "answer": cfg.answer_reward} | further,
-        grade=functions.grade,
-        format_reward_for=cfg.format_reward_for,
-        warnings=tuple(f"{role} questions: {line}" for line, role in roles.items()),
-        data={f"{role}_{key}": value for role, questions in sets.items() for key, value in _summary(questions).items()},
     )
 
 

@@ -119,7 +119,7 @@ def warm_up(options: WarmupOptions) -> None:
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
     try:
-        task = tasks.load_worked(options.task_config())
+        task = tasks.load(options.task_config(), training="worked")
     except ConfigError as error:
         raise reword_path_error(error, "task_path=") from error
     for line in task.warnings:

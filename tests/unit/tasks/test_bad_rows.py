@@ -100,7 +100,7 @@ def test_a_bad_row_of_each_set_is_named(tmp_path: Path, name: str, change: dict[
     make, stem, _ = hub_rows.SETS[name]
     rows = [*map(make, range(MANY)), make(MANY) | change]
     hub_rows.write_jsonl(tmp_path / f"{stem}.jsonl", rows)
-    task = tasks.load_benchmark(TaskConfig(name=name, path=str(tmp_path), bigmath=BigMathConfig("all")))
+    task = tasks.load(TaskConfig(name=name, path=str(tmp_path), bigmath=BigMathConfig("all")), training=None)
     (warning,) = task.warnings
     assert f"{stem}.jsonl:201 {said}" in warning
     assert task.data["heldout_rows_left_out"] == 1

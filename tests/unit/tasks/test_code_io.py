@@ -111,7 +111,7 @@ def test_a_row_with_bad_tests_is_named(tmp_path: Path, tests: object, said: str)
     good = {"question": "Q", "tests": [{"input": "", "output": "1"}]}
     rows = [good | {"question": f"Q{n}"} for n in range(200)] + [{"question": "bad", "tests": tests}]
     hub_rows.write_jsonl(tmp_path / "test.jsonl", rows)
-    task = tasks.load_benchmark(TaskConfig(name="code_io", path=str(tmp_path)))
+    task = tasks.load(TaskConfig(name="code_io", path=str(tmp_path)), training=None)
     assert f"test.jsonl:201 {said}" in task.warnings[0]
 
 
@@ -119,7 +119,7 @@ def test_the_tests_may_lie_in_a_struct(tmp_path: Path) -> None:
     rows = [{"q": f"Q{n}", "info": {"cases": [{"input": "", "output": "1"}]}} for n in range(3)]
     path = str(hub_rows.write_jsonl(tmp_path / "test.jsonl", rows).parent)
     columns = ColumnsConfig(question="q", tests="info.cases")
-    assert len(tasks.load_benchmark(TaskConfig(name="code_io", path=path, columns=columns)).heldout) == 3
+    assert len(tasks.load(TaskConfig(name="code_io", path=path, columns=columns), training=None).heldout) == 3
 
 
 def test_without_a_path_the_words_to_type_are_said() -> None:

@@ -29,14 +29,14 @@ def test_a_set_is_read_with_the_columns_of_the_hub(tmp_path: Path, name: str, su
     write = hub_rows.write_jsonl if suffix == "jsonl" else hub_rows.write_parquet
     write(tmp_path / f"{stem}.{suffix}", [make(n) for n in range(400)])
     cfg = TaskConfig(name=name, path=str(tmp_path))
-    found = tasks.load_benchmark(cfg).heldout
+    found = tasks.load(cfg, training=None).heldout
     if name in ("bigmath", "dapo_math"):
         found = [*found, *tasks.load(cfg).train]
     assert len({question.id for question in found}) == len(found) == 400
     assert [question.answer for question in found if re.search(r"\b7\b", question.prompt)] == [answer]
     assert all("Answer:" not in question.prompt for question in found), "a set's own wish for a format is cut off"
     texts = [f"<think>x</think><answer>{question.answer}</answer>" for question in found[:8]]
-    scores = tasks.load_benchmark(cfg).grade(texts, found[:8])
+    scores = tasks.load(cfg, training=None).grade(texts, found[:8])
     assert (scores["answer"].mean(), scores["format"].mean()) == (1, 1), "a gold answer is right"
 
 
@@ -63,7 +63,7 @@ def test_a_set_without_a_test_split_holds_a_share_out_by_wording(tmp_path: Path,
     assert not train & heldout
     random.Random(0).shuffle(lines)
     file.write_text("\n".join(lines))
-    assert {question.answer for question in tasks.load_benchmark(cfg).heldout} == heldout
+    assert {question.answer for question in tasks.load(cfg, training=None).heldout} == heldout
 
 
 @pytest.mark.parametrize(("name", "kept"), [
@@ -140,7 +140,7 @@ def test_gsm8k_takes_the_questions_of_so_many_steps_in_every_role(
     tmp_path: Path, most: int | None, train: int, test: int
 ) -> None:
     cfg = replace(steps_folder(tmp_path, [3, 2, 4, 3], [4, 2, 3]), gsm8k=Gsm8kConfig(most))
-    for task in (tasks.load(cfg), tasks.load_worked(cfg)):
+    for task in (tasks.load(cfg), tasks.load(cfg, training="worked")):
         assert (len(task.train), len(task.heldout), task.warnings) == (train, test, ())
         assert (task.data["training_questions"], task.data["heldout_questions"]) == (train, test)
         assert all(int(question.prompt.split()[2]) <= (most or 4) for question in task.train + task.heldout)
@@ -182,14 +182,14 @@ def test_an_empty_id_numbers_the_rows(tmp_path: Path) -> None:
     row = {"problem": "Half of one?", "answer": "1/2"}
     cfg = TaskConfig(name="math500", path=str(hub_rows.write_jsonl(tmp_path / "a.jsonl", [row])))
     with pytest.raises(ConfigError, match=re.escape("task.columns.id=NAME (empty numbers the rows)")):
-        tasks.load_benchmark(cfg)
-    assert tasks.load_benchmark(replace(cfg, columns=ColumnsConfig(id=""))).heldout[0].id == "math500-test-0"
+        tasks.load(cfg, training=None)
+    assert tasks.load(replace(cfg, columns=ColumnsConfig(id="")), training=None).heldout[0].id == "math500-test-0"
 
 
 def test_one_file_serves_an_evaluation_and_not_a_training_with_two_splits(tmp_path: Path) -> None:
     gsm8k_folder(tmp_path)
     cfg = TaskConfig(name="gsm8k", path=str(tmp_path / "test.jsonl"))
-    assert len(tasks.load_benchmark(cfg).heldout) == 10
+    assert len(tasks.load(cfg, training=None).heldout) == 10
     assert "is one file; allowed: FILE.jsonl or FILE.parquet of a set without a test split" in refusal(cfg)
 
 
@@ -240,7 +240,7 @@ def test_the_hub_is_asked_for_the_right_sets(monkeypatch: pytest.MonkeyPatch) ->
         tasks.load(TaskConfig(name="bigmath", bigmath=BigMathConfig("4-5")))
     for name in ("gsm8k", *JUDGED):
         with pytest.raises(ConfigError):
-            tasks.load_benchmark(TaskConfig(name=name))
+            tasks.load(TaskConfig(name=name), training=None)
     assert asked == [
         ("openai/gsm8k", "main", "train"),
         ("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", "train"),
@@ -264,7 +264,7 @@ def test_another_set_on_the_hub_is_read_in_the_same_configuration_if_it_has_it(
     rows = datasets.Dataset.from_list([hub_rows.gsm8k(n) for n in range(3)])
     monkeypatch.setattr("datasets.get_dataset_config_names", lambda path: has)
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **_: found.append(args) or rows)
-    assert len(tasks.load_benchmark(TaskConfig(name="gsm8k", path="me/mine")).heldout) == 3
+    assert len(tasks.load(TaskConfig(name="gsm8k", path="me/mine"), training=None).heldout) == 3
     assert found == [("me/mine", asked)]
 
 
@@ -274,8 +274,8 @@ def test_rows_of_the_hub_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest
     rows = [hub_rows.aime24(n) for n in range(30)]
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
     file = hub_rows.write_jsonl(tmp_path / "rows.jsonl", rows)
-    loaded = tasks.load_benchmark(TaskConfig(name="aime24"))
-    assert loaded.heldout == tasks.load_benchmark(TaskConfig(name="aime24", path=str(file))).heldout
+    loaded = tasks.load(TaskConfig(name="aime24"), training=None)
+    assert loaded.heldout == tasks.load(TaskConfig(name="aime24", path=str(file)), training=None).heldout
     assert loaded.heldout[3].id == "aime24-63"
 
 

@@ -24,7 +24,7 @@ def gsm8k(tmp_path: Path) -> TaskConfig:
 
 
 def test_a_solution_of_gsm8k_has_no_marks_of_a_calculator(gsm8k: TaskConfig) -> None:
-    found = tasks.load_worked(gsm8k)
+    found = tasks.load(gsm8k, training="worked")
     assert found.train[0].payload["solution"] == (
         "<think>She sold 48/2 = 24 clips.\nThat is 1,000 = 1,000 in all.</think><answer>1000</answer>"
     )
@@ -35,7 +35,7 @@ def test_a_solution_of_gsm8k_has_no_marks_of_a_calculator(gsm8k: TaskConfig) -> 
 @pytest.mark.parametrize("name", ["gsm8k", "arithmetic"])
 def test_every_solution_earns_everything_and_no_question_gains_or_loses(name: str, gsm8k: TaskConfig) -> None:
     cfg = gsm8k if name == "gsm8k" else TaskConfig(name="arithmetic", train_questions=500)
-    found, usual = tasks.load_worked(cfg), tasks.load(cfg)
+    found, usual = tasks.load(cfg, training="worked"), tasks.load(cfg)
     scores = found.grade([question.payload["solution"] for question in found.train], found.train)
     assert (scores["format"].min(), scores["answer"].min()) == (1, 1)
     kept = {(question.id, question.prompt, question.answer) for question in found.train}
@@ -45,4 +45,4 @@ def test_every_solution_earns_everything_and_no_question_gains_or_loses(name: st
 
 def test_a_task_without_solutions_says_which_have_some() -> None:
     with pytest.raises(ConfigError, match=r"task=aime24 has no worked solutions; allowed: .*gsm8k"):
-        tasks.load_worked(TaskConfig(name="aime24"))
+        tasks.load(TaskConfig(name="aime24"), training="worked")

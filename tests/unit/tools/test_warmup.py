@@ -55,7 +55,7 @@ def tokenizer() -> AutoTokenizer:
 
 @pytest.fixture
 def task() -> tasks.Task:
-    return tasks.load_worked(WarmupOptions(task="arithmetic", questions=20).task_config())
+    return tasks.load(WarmupOptions(task="arithmetic", questions=20).task_config(), training="worked")
 
 
 @pytest.mark.parametrize("opened", ["", "<think>"])
@@ -126,7 +126,7 @@ def test_a_machine_of_several_gpus_shows_one_to_the_trainer(
     options: WarmupOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setattr(tasks, "load_worked", lambda _: 1 / 0)
+    monkeypatch.setattr(tasks, "load", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         warm_up(options)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
