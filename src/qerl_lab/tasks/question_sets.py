@@ -172,16 +172,8 @@ def _question_with_latex_answer(id: str, row: Row) -> Question:
     return Question(id, row.text("question"), row.number_or_text("answer"))
 
 
-def _aime(id: str, row: Row) -> Question:
-    """Make a question from a row of AIME. Raises BadRow if the answer is no integer from 0 to 999."""
-    gold = row.number_or_text("answer")
-    if re.fullmatch(r"[0-9]{1,3}", gold) is None:
-        raise BadRow(f"has no whole number from 0 to 999 in {row.columns['answer']!r}: {gold[:80]!r}")
-    return Question(id, row.text("question"), gold)
-
-
-def _amc(id: str, row: Row) -> Question:
-    """Make a question from a row of AMC. Raises BadRow if the answer is no number."""
+def _question_with_number(id: str, row: Row) -> Question:
+    """Make a question from a row whose answer is a number. Raises BadRow if it is none."""
     return Question(id, row.text("question"), _number(row))
 
 
@@ -194,5 +186,9 @@ def _number(row: Row) -> str:
 
 
 _MAKERS: dict[str, Make] = {
-    "dapo_math": _dapo_math, "math500": _question_with_latex_answer, "aime24": _aime, "aime25": _aime, "amc23": _amc,
-}  # fmt: skip
+    "dapo_math": _dapo_math,
+    "math500": _question_with_latex_answer,
+    "aime24": _question_with_number,
+    "aime25": _question_with_number,
+    "amc23": _question_with_number,
+}
