@@ -96,7 +96,7 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
                 "Type a larger task.arithmetic.max_operand, or eval.questions=0",
             ],
         ),
-        ("task=gsm8k task.path=garbage", ["train.jsonl:1 is not JSON", "Each line must be one JSON object"]),
+        ("task=gsm8k task.path=garbage", ["train.jsonl:1 is not JSON", "must be one JSON object"]),
         ("run_dir=file/under", ["file is a file", "run_dir=DIR"]),
         ("device=cuda", ["device=cuda", "shows no GPU", "Type device=cpu"]),
         ("gpus=2", ["gpus=2, and this machine shows none", "Type gpus=1, or device=cpu"]),

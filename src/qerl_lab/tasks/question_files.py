@@ -93,10 +93,6 @@ def as_text(value: Any, column: str) -> str:
     return value
 
 
-class NoJson(BadRow):
-    """A line of a .jsonl file that is no JSON object."""
-
-
 Make = Callable[[str, Row], Question | None]
 
 
@@ -108,7 +104,7 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
     ConfigError if the rows cannot be read, or if over 1% of them are bad.
     """
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
-    found, bad, total, no_json = dict[str, Question](), list[str](), 0, False
+    found, bad, total = dict[str, Question](), list[str](), 0
     for total, (where, values) in enumerate(_rows(cfg, source, of_heldout), start=1):
         try:
             row = Row(_parse_line(values) if isinstance(values, bytes) else values, columns)
@@ -117,15 +113,12 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
             if question is not None and found.setdefault(question.id, question) != question:
                 raise BadRow(f"has the id {name!r} of a row before it")
         except BadRow as error:
-            no_json = no_json or (not bad and isinstance(error, NoJson))
             bad.append(f"{where} {error}")
     left_out = LeftOut(len(bad), total, bad[0] if bad else "")
     numbered = " task.columns.id=NAME (empty numbers the rows)" if source.columns.get("id") else ""
-    columns_to_type = f"task.columns.question=NAME task.columns.answer=NAME{numbered}"
     left_out.check(
-        "Check task.path. Each line must be one JSON object; copy the file again if it was cut off."
-        if no_json
-        else f"Check task.path, or say which columns to read: {columns_to_type}."
+        "Check task.path (a line of .jsonl must be one JSON object), or say which columns to read: "
+        f"task.columns.question=NAME task.columns.answer=NAME{numbered}."
     )
     by_hash = source.test is None
     kept = (q for q in found.values() if not by_hash or is_heldout(wording(q.prompt), ONE_IN) == of_heldout)
@@ -154,7 +147,7 @@ def reword_path_error(error: ConfigError, before: str) -> ConfigError:
     """
     said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
     columns = f"Check {before}PATH and the names of its columns."
-    return ConfigError(re.sub(r"Check task\.path, or say .*", columns, said))
+    return ConfigError(re.sub(r"Check task\.path .*", columns, said))
 
 
 def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located]:
@@ -209,13 +202,13 @@ def _read_jsonl(file: Path) -> Iterator[Located]:
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object. Raises NoJson if the line is not a JSON object."""
+    """Parse a line as a JSON object. Raises BadRow if the line is not a JSON object."""
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise NoJson(f"is not JSON ({error})") from None
+        raise BadRow(f"is not JSON ({error})") from None
     if not isinstance(row, dict):
-        raise NoJson(f"is JSON but no object: {line[:80]!r}")
+        raise BadRow(f"is JSON but no object: {line[:80]!r}")
     return row
 
 

@@ -76,7 +76,7 @@ def test_more_than_one_bad_row_in_a_hundred_is_an_error(tmp_path: Path, count: i
     message = refusal(cfg)
     assert "3 of 200 rows are bad and left out; the first: " in message
     assert "train.jsonl:198 has no 'answer'" in message
-    assert "more than 1% is an error. Check task.path, or say which columns to read: task.columns.question=" in message
+    assert "more than 1% is an error. Check task.path (a line of .jsonl must be one JSON object), or say" in message
 
 
 @pytest.mark.parametrize(("name", "change", "said"), [
