@@ -1,7 +1,7 @@
 """Question sets of mathematics on the Hugging Face hub: their columns, and how a row becomes a question.
 
-`task.path` reads the same columns from local files. All are graded by `grading.grade_math`. A set with a training split
-but no test split holds out one question in 64 by a hash of its text.
+`task.path` reads the same columns from local files. All are graded by `grading.grade_math`. A function that makes a
+question raises BadRow if the row has none, or has an answer of another kind.
 """
 
 import re
@@ -46,10 +46,7 @@ DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def functions(name: str) -> dict[str, Callable[..., Any]]:
-    """Return the task functions of the question set `name`, a key of SOURCES, in a dict with keys such as "heldout".
-
-    The docstring of `qerl_lab.tasks` describes these functions.
-    """
+    """Return the functions of the question set `name`, a key of SOURCES, by name; see `qerl_lab.tasks`."""
     found: dict[str, Callable[..., Any]] = {"heldout": lambda cfg: _read(cfg, of_heldout=True), "grade": grade_math}
     if SOURCES[name].train:
         found["train"] = lambda cfg: _read(cfg, of_heldout=False)
@@ -61,28 +58,24 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
 def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
     """Read the training or held-out questions of the set `cfg.name`. Raises ConfigError if they cannot be read."""
     if cfg.name == "gsm8k":
-        return _read_gsm8k(cfg, _gsm8k, of_heldout=of_heldout)
+        return _read_gsm8k(cfg, _gsm8k, of_heldout)
     if cfg.name == "bigmath":
         return _read_bigmath(cfg, of_heldout)
     return read(cfg, SOURCES[cfg.name], of_heldout, _MAKERS[cfg.name])
 
 
-def _read_gsm8k(cfg: TaskConfig, make: Make, *, of_heldout: bool) -> Questions:
+def _read_gsm8k(cfg: TaskConfig, make: Make, of_heldout: bool) -> Questions:
     """Read the GSM8K questions that have a solution of at most `task.gsm8k.max_steps` lines; all if that key is null.
 
-    `make` makes a question from an id and a row. Raises ConfigError if the questions cannot be read, or if none has so
-    short a solution.
+    `make` makes a question from an id and a row. Raises ConfigError if no solution is so short.
     """
     most, steps = cfg.gsm8k.max_steps, list[int]()
 
     def short(id: str, row: Row) -> Question | None:
         question = make(id, row)  # first, so that a bad row is counted whatever its steps
-        if most is None:
-            return question
-        steps.append(sum(bool(line.strip()) for line in _gsm8k_solution(row).splitlines()))
-        if steps[-1] == 0:
-            raise BadRow(f"has no solution, and task.gsm8k.max_steps={most} counts its steps")
-        return question if steps[-1] <= most else None
+        solution = row.text("answer").rpartition("####")[0]
+        steps.append(sum(bool(line.strip()) for line in solution.splitlines()))
+        return question if most is None or steps[-1] <= most else None
 
     found = read(cfg, SOURCES["gsm8k"], of_heldout, short)
     if steps and not found:
@@ -94,7 +87,7 @@ def _read_gsm8k(cfg: TaskConfig, make: Make, *, of_heldout: bool) -> Questions:
 
 
 def _gsm8k(id: str, row: Row) -> Question:
-    """Make a question from a row of GSM8K. The answer is the number after `####`. Raises BadRow without a number."""
+    """Make a question from a row of GSM8K. The answer is the number after `####`."""
     answer = row.text("answer")
     gold = answer.rpartition("####")[2].strip()
     if "####" not in answer or number(gold) is None:
@@ -105,24 +98,19 @@ def _gsm8k(id: str, row: Row) -> Question:
 def _gsm8k_worked(id: str, row: Row) -> Question:
     """Make a question from a row of GSM8K, with the solution as `<think>..</think><answer>..</answer>` in its payload.
 
-    Calculator annotations (`<<48/2=24>>`) are removed. Raises BadRow if nothing is left, or if a "<" is left.
+    Calculator annotations (`<<48/2=24>>`) are removed.
     """
-    question, solution = _gsm8k(id, row), _gsm8k_solution(row)
+    question, solution = _gsm8k(id, row), row.text("answer").rpartition("####")[0]
     steps = re.sub(r"<<[^<>]*>>", "", solution).strip()
     if not steps or "<" in steps:  # a "<" would clash with the format's tags
         raise BadRow(f"has no solution that can be taught: {solution[:80]!r}")
     return replace(question, payload={"solution": f"<think>{steps}</think><answer>{question.answer}</answer>"})
 
 
-def _gsm8k_solution(row: Row) -> str:
-    """Return the solution of a row, one step per line: the text before `####`, "" if that is missing."""
-    return row.text("answer").rpartition("####")[0]
-
-
 def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
     """Read the Big-Math questions of the levels `task.bigmath.levels`. Rows without a column `level` are all kept.
 
-    A note for the user counts these rows if task.path is set. Raises ConfigError if the questions cannot be read.
+    A note for the user counts these rows if task.path is set.
     """
     levels, without = cfg.bigmath.levels, 0
 
@@ -141,7 +129,7 @@ def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _level(value: object) -> int:
-    """Parse a level from 1 to 5: 5, "5", "Level 5", or 5.0 from a numeric column with gaps. Else raises BadRow."""
+    """Parse a level from 1 to 5: 5, "5", "Level 5", or 5.0 from a numeric column with gaps."""
     text = str(value).removeprefix("Level ").removesuffix(".0")
     if text not in ("1", "2", "3", "4", "5"):
         raise BadRow(f"has the level {text[:80]!r}; levels are 1 to 5")
@@ -151,8 +139,7 @@ def _level(value: object) -> int:
 def _dapo_math(id: str, row: Row) -> Question:
     """Make a question from a row of DAPO, without DAPO's own request for an answer format.
 
-    The question is a text, or a list of chat messages; then the last message is the question. Raises BadRow if that
-    message is not the user's, if the question is blank, or if the answer is no number.
+    The question is a text, or a list of chat messages; then the last message is the question.
     """
     column, value = row.columns["question"], row.value("question")
     if isinstance(value, list):
@@ -165,20 +152,17 @@ def _dapo_math(id: str, row: Row) -> Question:
 
 
 def _question_with_latex_answer(id: str, row: Row) -> Question:
-    """Make a question from a row, with the answer as it is written, a text or a number.
-
-    Raises BadRow if the question or the answer is missing.
-    """
+    """Make a question from a row, with the answer as it is written, a text or a number."""
     return Question(id, row.text("question"), row.number_or_text("answer"))
 
 
 def _question_with_number(id: str, row: Row) -> Question:
-    """Make a question from a row whose answer is a number. Raises BadRow if it is none."""
+    """Make a question from a row whose answer is a number."""
     return Question(id, row.text("question"), _number(row))
 
 
 def _number(row: Row) -> str:
-    """Return the answer of a row as it is written. Raises BadRow if the answer is no number."""
+    """Return the answer of a row, a number, as it is written."""
     found = row.number_or_text("answer")
     if number(found) is None:
         raise BadRow(f"has no number in {row.columns['answer']!r}: {found[:80]!r}")
