@@ -24,10 +24,9 @@ PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
 def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
-    `of_task` maps names to the functions that the task has without the file. If the file defines `grade` but no
-    `weights`, `of_task["weights"]` gives the weights. Raises ConfigError if the file cannot be imported, defines none
-    of the functions in NAMES, has `weights` without `grade`, gives invalid weights, or has changed since the run was
-    composed.
+    `of_task` maps names to the functions that the task has without the file; its `weights` hold if the file has none.
+    Raises ConfigError if the file cannot be imported, breaks the contract in docs/tasks.md, or has changed since the
+    run was composed.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
@@ -54,29 +53,21 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
     if "grade" in functions:
         parts = _weighted_parts(cfg, {**of_task, **functions}.get("weights", lambda cfg: {})(cfg))
-        functions["grade"] = _checked_grade(cfg, functions["grade"], parts, all_of_them="weights" in functions)
+        functions["grade"] = _checked_grade(cfg, functions["grade"], parts)
     return functions
 
 
-def _join(parts: set[str]) -> str:
-    """Join names, sorted, by commas."""
-    return ", ".join(sorted(parts))
-
-
 def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
-    """Check `given`, the result of `weights(cfg)`, and return the names of the parts in it.
-
-    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS.
-    """
+    """Return the names of the parts in `given`, the result of `weights(cfg)`. Raises ConfigError if it is invalid."""
     said = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
         isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
         for part, weight in given.items()
     ):
         raise ConfigError(f"{said} must return a dict of a number for each part, and returned {given!r:.80}.")
-    if set(given) & set(PARTS):
+    if shared := sorted(set(given) & set(PARTS)):
         raise ConfigError(
-            f"{said} weighs {_join(set(given) & set(PARTS))}; allowed: further parts. Type task.format_reward=X "
+            f"{said} weighs {', '.join(shared)}; allowed: further parts. Type task.format_reward=X "
             "or task.answer_reward=X."
         )
     return set(given)
@@ -100,21 +91,18 @@ def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[Tas
                 raise ConfigError(f"{returned} id, prompt and answer must be text.")
             try:
                 json.dumps(dict(question.payload))
-            except (TypeError, ValueError, RecursionError) as error:
+            except (TypeError, ValueError) as error:
                 raise ConfigError(f"{returned} payload must be what JSON holds: {first_line(error)}.") from error
         return found
 
     return checked
 
 
-def _checked_grade(
-    cfg: TaskConfig, function: Callable[..., Any], weighted: set[str], all_of_them: bool
-) -> Callable[..., Scores]:
+def _checked_grade(cfg: TaskConfig, function: Callable[..., Any], weighted: set[str]) -> Callable[..., Scores]:
     """Wrap `function`, which is `grade` of the user's task file, so that its result is checked.
 
     The wrapper raises ConfigError unless the result has, for each part of the reward, one score from 0 to 1 per text.
-    The parts "format" and "answer" are required; with `all_of_them` the parts in `weighted` are required too. A part
-    that is in neither PARTS nor `weighted` is an error.
+    The parts "format" and "answer" are required. A part that is in neither PARTS nor `weighted` is an error.
     """
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
@@ -124,10 +112,10 @@ def _checked_grade(
         given = function(texts, questions)
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
             raise ConfigError(f"{said} must return a dict of scores with the keys format and answer.")
-        if unknown := set(given) - {*PARTS, *weighted}:
-            raise ConfigError(f"{said} returned {_join(unknown)}, for which weights(cfg) of the file has no weight.")
-        if all_of_them and (missing := weighted - set(given)):
-            raise ConfigError(f"{said} did not return {_join(missing)}, for which weights(cfg) has a weight.")
+        if unknown := sorted(set(given) - {*PARTS, *weighted}):
+            raise ConfigError(
+                f"{said} returned {', '.join(unknown)}, for which weights(cfg) of the file has no weight."
+            )
         scores: Scores = {}
         for part, values in given.items():
             try:

@@ -104,22 +104,16 @@ def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) ->
 @pytest.mark.parametrize(("text", "said"), [
     ("x = 1", "defines none of train, heldout, grade, weights, worked. docs/tasks.md shows one."),
     ("def train(", "cannot be imported: SyntaxError: "),
-    ("import nowhere", "cannot be imported: ModuleNotFoundError: "),
     ("1/0", "cannot be imported: ZeroDivisionError: division by zero"),
     ("def train(cfg): return 3", "train(cfg) must return a list of qerl_lab.tasks.Question."),
-    ("def heldout(cfg): return ['a']", "heldout(cfg) must return a list of qerl_lab.tasks.Question."),
     (ONE + "def train(cfg): return [Question('a', 'A?', '1'), Question('a', 'B?', '1')]", "two questions of one id"),
     ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
     (ONE + "def train(cfg): return [Question('a', 7, '1')]",
      "train(cfg) returned the question 'a', whose id, prompt and answer must be text."),
     (ONE + "def heldout(cfg): return [Question('a', 'A?', '1', {'seen': {1}})]",
      "heldout(cfg) returned the question 'a', whose payload must be what JSON holds: "),
-    (ONE + "deep = []\nfor _ in range(10**5): deep = [deep]\n"
-     "def heldout(cfg): return [Question('a', 'A?', '1', {'deep': deep})]",
-     "whose payload must be what JSON holds: "),
     (REWARD + "def weights(cfg): return None",
      "weights(cfg) must return a dict of a number for each part, and returned None."),
-    (REWARD + "def weights(cfg): return {'short': 'x'}", "must return a dict of a number for each part"),
     (REWARD + "def weights(cfg): return {'format': 5.0}",
      "weighs format; allowed: further parts. Type task.format_reward=X"),
     ("def weights(cfg): return {'short': 1.0}", "defines weights without grade. Define grade too."),
@@ -133,23 +127,15 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
 
 @pytest.mark.parametrize(("returned", "said"), [
     ("3", "must return a dict of scores with the keys format and answer"),
-    ("{'answer': [1.0]}", "must return a dict of scores with the keys format and answer"),
     ("{'format': [1.0], 'answer': [1.0, 0.0]}", "must return in 'answer' a score from 0 to 1 for each"),
     ("{'format': [1.0], 'answer': [1.5]}",
      "must return in 'answer' a score from 0 to 1 for each of the texts, here 1, and returned [1.5]."),
-    ("{'format': [float('nan')], 'answer': [1.0]}", "must return in 'format' a score from 0 to 1 for each"),
     ("{'format': [1.0], 'answer': [1.0], 'short': [1.0]}", "returned short, for which weights(cfg) of the file has no"),
     ("{'format': ['x'], 'answer': [1.0]}", "must return in 'format' a score from 0 to 1 for each"),
 ])  # fmt: skip
 def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str, said: str) -> None:
     task = load(tmp_path, f"def grade(texts, questions): return {returned}")
     with pytest.raises(ConfigError, match=re.escape(said)):
-        task.grade(["a"], [Question("", "?", "1")])
-
-
-def test_a_part_that_has_a_weight_is_returned(tmp_path: Path) -> None:
-    task = load(tmp_path, "def weights(cfg): return {'short': 1.0}\n" + REWARD)
-    with pytest.raises(ConfigError, match=r"did not return short, for which weights\(cfg\) has a weight"):
         task.grade(["a"], [Question("", "?", "1")])
 
 
