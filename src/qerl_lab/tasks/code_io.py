@@ -1,11 +1,6 @@
-"""Programs that read standard input and write standard output, tested in a sandbox.
+"""Programs that read standard input and write standard output, tested in a sandbox (docs/tasks.md).
 
-Problems are rows of `task.path` with `question` and `tests`, a list of `{"input": ..., "output": ...}`. A directory has
-train and test files; of a single file one question in 64 is held out by hash. Outputs are compared line by line,
-ignoring trailing spaces and empty lines at the end.
-
-The answer is the program, alone or in a ``` block with any text around it. Its scores are "answer" (every test passed)
-and "tests" (the share of tests passed, with the reward weight `task.code_io.tests_reward`).
+Problems are rows of `task.path` with `question` and `tests`, a list of `{"input": ..., "output": ...}`.
 """
 
 import re
@@ -29,18 +24,12 @@ _BLOCK = re.compile(
 
 
 def train(cfg: TaskConfig) -> Questions:
-    """Return the training problems in `task.path`.
-
-    Raises ConfigError if the problems cannot be read, or if this machine cannot sandbox programs.
-    """
+    """Return the training problems in `task.path`. Raises ConfigError as `_read` does."""
     return _read(cfg, of_heldout=False)
 
 
 def heldout(cfg: TaskConfig) -> Questions:
-    """Return the held-out problems in `task.path`.
-
-    Raises ConfigError if the problems cannot be read, or if this machine cannot sandbox programs.
-    """
+    """Return the held-out problems in `task.path`. Raises ConfigError as `_read` does."""
     return _read(cfg, of_heldout=True)
 
 
@@ -73,10 +62,7 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _tests(row: Row) -> list[dict[str, str]]:
-    """Return the tests of a row: dicts with texts "input" and "output".
-
-    Raises BadRow if the row has no tests, or if a test has no input text or a missing or blank output text.
-    """
+    """Return the tests of a row: dicts with texts "input" and "output". Raises BadRow if one is missing."""
     tests = row.value("tests")
     if not isinstance(tests, list) or not tests:
         raise BadRow(f"has no list of tests in {row.columns['tests']!r}")
@@ -125,7 +111,7 @@ def _passed_share(outputs: Sequence[str | None], question: Question) -> float:
     `outputs` has one text per test, None where the program failed; it is empty if the completion has no program.
     """
     expected = question.payload["outputs"]
-    pairs = zip(outputs, expected, strict=False)  # no outputs for a completion without a program
+    pairs = zip(outputs, expected, strict=False)
     return sum(output is not None and _lines(output) == _lines(known) for output, known in pairs) / len(expected)
 
 

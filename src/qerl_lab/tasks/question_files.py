@@ -47,14 +47,14 @@ class Source:
 class Row:
     """A row of a question set. Its methods take a role such as "question"; `columns` maps roles to names of columns.
 
-    Every method raises BadRow if the value is missing or unusable.
+    Every method raises BadRow if the value is missing, blank or of another type.
     """
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
 
     def value(self, role: str) -> Any:
-        """Return the value, of any type, in the column for `role`, e.g. "question". Raises BadRow if it is missing."""
+        """Return the value, of any type, in the column for `role`."""
         found: Any = self.values
         for part in self.columns[role].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -63,14 +63,11 @@ class Row:
         return found
 
     def text(self, role: str) -> str:
-        """Return the text in the column for `role`. Raises BadRow if the value is missing, blank or not a text."""
+        """Return the text in the column for `role`."""
         return as_text(self.value(role), self.columns[role])
 
     def number_or_text(self, role: str) -> str:
-        """Return the value in the column for `role` as stripped text. Numbers become text, 27.0 becomes "27".
-
-        Raises BadRow if the value is missing, blank, or neither a number nor a text.
-        """
+        """Return the value in the column for `role` as stripped text. Numbers become text, 27.0 becomes "27"."""
         found = self.value(role)
         if isinstance(found, float) and found.is_integer():
             found = int(found)
@@ -78,10 +75,7 @@ class Row:
 
 
 def as_text(value: Any, column: str) -> str:
-    """Return `value` unchanged. Raises BadRow unless it is text that is not blank and that UTF-8 can encode.
-
-    The error names `column`.
-    """
+    """Return `value` unchanged. Raises BadRow, which names `column`, unless it is text that is not blank."""
     if not isinstance(value, str):
         raise BadRow(f"has no text in {column!r}, but {type(value).__name__}")
     if not value.strip():
@@ -100,7 +94,7 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
     """Read the training or held-out questions of a set from task.path, or from the hub if task.path is not set.
 
     `make(id, row)` returns a question. It may return None to leave the row out, or raise BadRow to have the row counted
-    as bad. Questions are in the order of their rows; of equal questions with the same id one is returned. Raises
+    as bad. Questions keep the order of their rows; of equal questions with the same id one is returned. Raises
     ConfigError if the rows cannot be read, or if over 1% of them are bad.
     """
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
@@ -141,21 +135,16 @@ def is_local(path: str, before: str = "task.path=") -> bool:
 
 
 def reword_path_error(error: ConfigError, before: str) -> ConfigError:
-    """Reword an error about task.path for a command whose option has another name: `before`, e.g. "task_path=".
-
-    Advice about task.columns is reworded too, because such a command has no option for columns.
-    """
+    """Reword an error about task.path for a command that has an option `before`, e.g. "task_path=", and no columns."""
     said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
-    columns = f"Check {before}PATH and the names of its columns."
-    return ConfigError(re.sub(r"Check task\.path .*", columns, said))
+    return ConfigError(re.sub(r"Check task\.path .*", f"Check {before}PATH and the names of its columns.", said))
 
 
 def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located]:
-    """Read the rows from task.path, or from `source.hub_id` on the hub if task.path is not set.
+    """Yield (location, row) of each row in task.path, or on the hub if task.path is not set.
 
-    Yields (location, row); error messages name the location. A row is a dict, or the bytes of a .jsonl line.
-    `of_heldout` selects the held-out rows instead of the training rows, where these have separate files or splits.
-    Raises ConfigError if the rows cannot be read.
+    A row is a dict, or the bytes of a .jsonl line. `of_heldout` selects the held-out rows, where these have a file or
+    split of their own. Raises ConfigError if the rows cannot be read.
     """
     path = cfg.path or source.hub_id
     if not is_local(path):
@@ -169,7 +158,14 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
         )
     for file in [local] if local.is_file() else _files_of(local, source, of_heldout):
         try:
-            yield from _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+            if file.suffix == ".jsonl":
+                with file.open("rb") as lines:
+                    yield from ((f"{file}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip())
+            else:
+                import pyarrow.parquet
+
+                with pyarrow.parquet.ParquetFile(file) as opened:
+                    yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
         except (OSError, ValueError) as error:  # no permission, a directory of that name, damage
             raise ConfigError(
                 f"{file} cannot be read as {file.suffix} ({first_line(error)}). Check task.path."
@@ -177,10 +173,7 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
 
 
 def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
-    """Find the file with the training or held-out rows in a local folder, or all shards of that file.
-
-    Raises ConfigError if there is no such file.
-    """
+    """Find the file with the training or held-out rows in a local folder, or all shards of that file."""
     names = [source.split(of_heldout), source.file, "test" if of_heldout and source.test else None]
     for inside in (folder, folder / "data", folder / source.hub_config):
         for name in filter(None, names):
@@ -193,16 +186,8 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
     )
 
 
-def _read_jsonl(file: Path) -> Iterator[Located]:
-    """Yield (location, bytes) of each line that is not blank. The location is FILE:LINE."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{file}:{number}", line
-
-
 def _parse_line(line: bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object. Raises BadRow if the line is not a JSON object."""
+    """Parse a line as a JSON object. Raises BadRow if it is none."""
     try:
         row = parse_json(line)
     except ValueError as error:
@@ -212,19 +197,8 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(file: Path) -> Iterator[Located]:
-    """Yield (location, row) of each row of a Parquet file. The row is a dict."""
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file) as opened:
-        yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
-
-
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
-    """Yield (location, row) of each row of Arrow batches or tables. The row is a dict.
-
-    The location is `name` and the number of the row, from 0.
-    """
+    """Yield (location, row) of each row of Arrow batches or tables. The row is a dict."""
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((f"{name}, row {number},", row) for number, row in enumerate(rows))
 
@@ -232,8 +206,7 @@ def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
 def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
     """Yield (location, row) of each row of the dataset with the id `path` on the hub. The row is a dict.
 
-    Reads the configuration `source.hub_config`. If the dataset is not `source.hub_id` and lacks this configuration, its
-    default configuration is read. Raises ConfigError if the dataset cannot be loaded.
+    If the dataset is not `source.hub_id`, and lacks the configuration `source.hub_config`, its default is read.
     """
     say_hub_is_asked(f"questions of {path}")
     from datasets import get_dataset_config_names, load_dataset
