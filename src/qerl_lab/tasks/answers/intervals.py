@@ -33,10 +33,7 @@ def same_set(left: Form, right: Form) -> bool:
 
 
 def _is_set(form: Form) -> bool:
-    """Tell whether a form surely denotes a set: an equation, an inequality, a union or a difference.
-
-    `(1, 2)` is not sure, because it may be an interval or a point.
-    """
+    """Tell whether a form surely denotes a set; `(1, 2)` may be an interval or a point."""
     return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
 
 
@@ -51,8 +48,7 @@ def _bounded(form: Form) -> frozenset[Node]:
 def _ends(form: Form) -> list[Value]:
     """Return the numbers where the intervals of a set begin or end, unsorted, infinity included.
 
-    Of a set such as {1, 2} these are its elements. Of an inequality each number is returned with both signs, because
-    |x| < 3 ends at -3 and 3. Raises Unreadable if the form is no set of real numbers, or if an end has variables.
+    Of a set such as {1, 2} these are its elements. Raises Unreadable if the form is no set of real numbers.
     """
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
@@ -76,10 +72,7 @@ def _ends(form: Form) -> list[Value]:
 
 @lru_cache(maxsize=1024)  # called again for each test point
 def _number(form: Form) -> Value:
-    """Return the real number that a form stands for: an end of an interval, or an element of a set.
-
-    Raises Unreadable if the form has variables or a percent sign, or if its value is no real number.
-    """
+    """Return the real number that a form stands for. Raises Unreadable if it is none, or has a percent sign."""
     if isinstance(form, Amount) and not names(form.node) and not form.percent:
         number = real(value(form.node, {}))
         if is_real(number):

@@ -1,7 +1,7 @@
 """Evaluate expressions: rational ones exactly, others to 100 digits; with variables, at chosen points.
 
 Two expressions count as equal if their values agree to 40 digits at several points. The size of each result is checked
-before it is computed, so that hostile text takes little work.
+before it is computed, so that hostile text takes little work: Unreadable is raised for a result that is too large.
 """
 
 import functools
@@ -49,10 +49,7 @@ def point(variables: frozenset[str], draw: int) -> Point:
 
 
 def value(node: Node, at: Point) -> Value:
-    """Evaluate `node` with the variables' values in `at`: rational operations exactly, others to 100 digits.
-
-    Raises Unreadable if the value is undefined or too large.
-    """
+    """Evaluate `node` with the variables' values in `at`. Raises Unreadable if the value is undefined or too large."""
     if isinstance(node, Num):
         return node.value
     if isinstance(node, Sym):
@@ -96,7 +93,7 @@ def real(given: Value) -> Value:
 
 
 def _bounded(result: Value) -> Value:
-    """Return `result`. Raises Unreadable if it is NaN, or too large for MAX_BITS (exact) or MAX_LOG2 (rounded)."""
+    """Return `result`, unless it is NaN, or too large for MAX_BITS (exact) or MAX_LOG2 (rounded)."""
     if isinstance(result, Fraction):
         if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
             raise Unreadable("too large")
@@ -108,13 +105,13 @@ def _bounded(result: Value) -> Value:
 def _apply(name: str, args: list[Value]) -> Value:
     """Apply the operation or function `name` (see `Op`) to the values `args`.
 
-    Raises Unreadable if the result or an angle is too large. An undefined result raises another error, which `value`
-    converts to Unreadable.
+    An undefined result raises ZeroDivisionError or another error, which `value` converts to Unreadable.
     """
     if name in _ARITHMETIC:
         return _ARITHMETIC[name](*args)
     if name in ("floor", "ceil"):
-        return _rounded(name, args[0])
+        is_exact = isinstance(args[0], Fraction)
+        return Fraction(getattr(math, name)(args[0])) if is_exact else getattr(_CTX, name)(args[0])
     if name in ("log", "ln", "lg"):
         return _log(name, *args)
     angle = real(args[0])
@@ -130,7 +127,7 @@ def _apply(name: str, args: list[Value]) -> Value:
 def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     """Turn an operation of two values into a function of any number of values, which applies it from the left.
 
-    Results of Fractions are exact. The function raises Unreadable if a result is too large.
+    Results of Fractions are exact.
     """
 
     def apply(left: Value, right: Value) -> Value:
@@ -140,15 +137,11 @@ def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     return lambda *args: functools.reduce(apply, args)
 
 
-def divide(left: Value, right: Value) -> Value:
-    """Return `left` / `right`, exact if both are Fractions. Raises ZeroDivisionError, and Unreadable if too large."""
-    if right == 0:
-        raise ZeroDivisionError
-    return _fold(operator.truediv)(left, right)
+divide = _fold(operator.truediv)
 
 
 def _power(base: Value, exponent: Value) -> Value:
-    """Return `base` to the power of `exponent`. Raises Unreadable if the result would be too large.
+    """Return `base` to the power of `exponent`.
 
     For Fractions the result is exact if the exponent is an integer, or if the root is rational: (8/27)^(2/3) is 4/9.
     """
@@ -167,16 +160,11 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 def _root(base: Value, degree: Value) -> Value:
-    """Return the root of `base` of degree `degree`. For a negative base and an odd degree it is the real root.
-
-    Raises ZeroDivisionError for degree 0, and Unreadable if the result would be too large.
-    """
-    if degree == 0:
-        raise ZeroDivisionError
+    """Return the root of `base` of degree `degree`. For a negative base and an odd degree it is the real root."""
     is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2
-    if is_odd and is_real(base) and real(base).real < 0:
-        return -_power(-base, 1 / degree)
-    return _power(base, divide(Fraction(1), degree))
+    negative = is_odd and is_real(base) and real(base).real < 0
+    root = _power(-base if negative else base, divide(Fraction(1), degree))
+    return -root if negative else root
 
 
 def _exact_root(base: Fraction, degree: int) -> Fraction | None:
@@ -190,7 +178,7 @@ def _exact_root(base: Fraction, degree: int) -> Fraction | None:
 
 
 def _factorial(number: Value) -> Value:
-    """Return the factorial, by the gamma function if `number` is no natural number. Raises Unreadable if too large."""
+    """Return the factorial, by the gamma function if `number` is no natural number."""
     if isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MAX_FACTORIAL:
         return Fraction(math.factorial(int(number)))
     if abs(real(number)) > MAX_FACTORIAL:
@@ -199,7 +187,7 @@ def _factorial(number: Value) -> Value:
 
 
 def _binomial(above: Value, below: Value) -> Value:
-    """Return "above choose below", exact for natural numbers. Raises Unreadable if the numbers are too large."""
+    """Return "above choose below", exact for natural numbers."""
     whole = all(isinstance(part, Fraction) and part.denominator == 1 for part in (above, below))
     if whole and 0 <= below <= MAX_FACTORIAL and 0 <= above < 1 << 64:
         return Fraction(math.comb(int(above), int(below)))
@@ -208,20 +196,10 @@ def _binomial(above: Value, below: Value) -> Value:
     return _CTX.binomial(real(above), real(below))
 
 
-def _rounded(name: str, number: Value) -> Value:
-    """Round to an integer, down if `name` is "floor", else up. Raises Unreadable for a number over 2**200 in mpmath."""
-    if isinstance(number, Fraction):
-        return Fraction(number.__floor__() if name == "floor" else number.__ceil__())
-    if _CTX.mag(number) > 200:
-        raise Unreadable("too large")
-    return (_CTX.floor if name == "floor" else _CTX.ceil)(number)
-
-
 def _log(name: str, number: Value, base: Value = None) -> Value:
     """Return the natural logarithm if `name` is "ln", else the logarithm to `base`, or to 10 if no base is given.
 
     Problem sets write `\\log` for base 10. If the number is an integer power of a rational base, the result is exact.
-    Raises ZeroDivisionError for 0.
     """
     if number == 0:
         raise ZeroDivisionError
