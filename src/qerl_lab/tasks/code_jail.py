@@ -3,7 +3,8 @@
 `code_sandbox` starts it as a script, once for every input. It only imports modules that load fast: no json, typing or
 runpy.
 
-The kernel then refuses, whatever the program does, even through ctypes or machine code:
+Every function raises OSError if the kernel does not restrict the process. The kernel then refuses, whatever the program
+does, even through ctypes or machine code:
 
     reading     Landlock: files and folders other than Python's library and the program itself
     writing     Landlock and seccomp: every file; standard output is a size-limited file in memory
@@ -53,6 +54,7 @@ TERMINAL, FCNTLS = (0x5401,), (0, 1, 2, 3, 4, 1030)  # TCGETS; F_DUPFD to F_SETF
 ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE gives EPERM
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF instructions
+ARGUMENTS = 16  # byte offset of a call's arguments, of 8 bytes each, in the data that seccomp gives a filter
 READ_FILE, READ_DIR, ABI_1, WITHOUT_NETWORK, WITHOUT_SCOPE = 1 << 2, 1 << 3, (1 << 13) - 1, 4, 6
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock calls, the same on every architecture
 PDEATHSIG, SECCOMP, NO_NEW_PRIVS = 1, 22, 38  # prctl options
@@ -64,7 +66,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _call(what: str, *arguments: int | bytes) -> int:
     """Make the system call number `arguments[0]` with the other arguments; return its result.
 
-    Raises OSError if the call fails; `what` begins the error message.
+    If it fails, `what` begins the message of the OSError.
     """
     result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
@@ -73,7 +75,7 @@ def _call(what: str, *arguments: int | bytes) -> int:
 
 
 def _prctl(option: int, *arguments: object) -> None:
-    """Call `prctl(option, *arguments)` for this process. Raises OSError if it fails."""
+    """Call `prctl(option, *arguments)` for this process."""
     if _libc.prctl(option, *arguments, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
@@ -96,36 +98,26 @@ def allow_reading(files: list[str], listed: list[str]) -> None:
     """Forbid this process to read or change files, irrevocably, except to read `files` and to list folders `listed`.
 
     Both are lists of paths. A folder in `files` allows reading everything below it, a folder in `listed` allows listing
-    the folders below it. Raises OSError if the kernel has no Landlock, or if a path is missing.
+    the folders below it.
     """
     abi = _call("Landlock", CREATE_RULESET, 0, 0, 1)
     handled = ABI_1 | sum(1 << bit for bit, since in ((13, 2), (14, 3), (15, 5)) if abi >= since)
     attribute = pack("QQQ", handled, 3 * (abi >= WITHOUT_NETWORK), 3 * (abi >= WITHOUT_SCOPE))
     ruleset = _call("Landlock", CREATE_RULESET, attribute, len(attribute), 0)
-    for path in files:
-        _add_rule(ruleset, path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)
-    for path in listed:
-        _add_rule(ruleset, path, READ_DIR)
+    rights = [(path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE) for path in files]
+    for path, allowed in [*rights, *((path, READ_DIR) for path in listed)]:
+        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        _call(f"Landlock {path}", ADD_RULE, ruleset, 1, pack("=Qi", allowed, beneath), 0)
+        os.close(beneath)
     _call("Landlock", RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
-
-
-def _add_rule(ruleset: int, path: str, rights: int) -> None:
-    """Allow `rights` (bits such as READ_FILE) at `path` and below it, in a Landlock ruleset.
-
-    `ruleset` is the file descriptor of the ruleset. Raises OSError if the path is missing or the kernel refuses the
-    rule.
-    """
-    beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    _call(f"Landlock {path}", ADD_RULE, ruleset, 1, pack("=Qi", rights, beneath), 0)
-    os.close(beneath)
 
 
 def allow_calls(machine: str) -> None:
     """Forbid this process all system calls, irrevocably, except those in CALLS.
 
     The calls OPEN, OPENAT, IOCTL, FCNTL, PRLIMIT and MADVISE are allowed too, but with some arguments only. `machine`
-    is a key of ARCHITECTURES. Raises OSError if the kernel refuses the filter.
+    is a key of ARCHITECTURES.
     """
     column, audit = ARCHITECTURES[machine]
     lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
@@ -144,29 +136,21 @@ def allow_calls(machine: str) -> None:
     del buffer
 
 
-def _argument(place: int, high: bool = False) -> int:
-    """Return the byte offset of argument `place` (from 0) of a system call, in the data that seccomp gives a filter.
-
-    The offset is that of the lower 32 bits, or of the upper 32 bits if `high`, on little-endian machines.
-    """
-    return 16 + 8 * place + 4 * high
-
-
 def _allow_without_bits(number: int, place: int, bits: int, both_halves: bool = False) -> list[Line]:
     """Return BPF instructions that allow system call `number` only if argument `place` (from 0) has none of `bits`.
 
     Tests the lower 32 bits of the argument, and the upper 32 bits against the same `bits` if `both_halves`.
     """
-    halves = [(LOAD, 0, 0, _argument(place)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
-    if both_halves:
-        halves += [(LOAD, 0, 0, _argument(place, high=True)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
-    return _for_call(number, [*halves, (RETURN, 0, 0, ALLOW)])
+    tests = []
+    for at in (ARGUMENTS + 8 * place, ARGUMENTS + 8 * place + 4)[: 1 + both_halves]:
+        tests += [(LOAD, 0, 0, at), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
+    return _for_call(number, [*tests, (RETURN, 0, 0, ALLOW)])
 
 
 def _allow_one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line]:
     """Return BPF instructions that allow system call `number` only if argument `place` (from 0) is one of `values`."""
     tests = [line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
-    return _for_call(number, [(LOAD, 0, 0, _argument(place)), *tests, (RETURN, 0, 0, REFUSE)])
+    return _for_call(number, [(LOAD, 0, 0, ARGUMENTS + 8 * place), *tests, (RETURN, 0, 0, REFUSE)])
 
 
 def _for_call(number: int, lines: list[Line]) -> list[Line]:
@@ -181,7 +165,7 @@ def confine(parent: int, limits: list[int], readable: list[str], listed: list[st
     """Restrict this process by `limit`, `allow_reading` and `allow_calls`; the kernel kills it when its parent ends.
 
     `parent` is the parent's process id, `limits` are the arguments of `limit`, `readable` and `listed` are those of
-    `allow_reading`. Raises OSError if the kernel cannot restrict the process, or if the parent has already ended.
+    `allow_reading`.
     """
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
