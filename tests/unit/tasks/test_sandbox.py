@@ -2,7 +2,6 @@
 
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -42,13 +41,6 @@ def test_a_call_that_takes_all_memory_is_none() -> None:
     assert call_each("operator", "mul", [([0], 2), ([0], sandbox.MEMORY_BYTES // 8)], 5) == [[0, 0], None]
 
 
-def test_the_limits_are_the_childs_alone() -> None:
-    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
-    call_each("operator", "neg", [(1,)], 0.5)
-    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == before
-    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
-
-
 def test_ctrl_c_in_the_terminal_does_not_reach_the_child() -> None:
     assert call_each("os", "getsid", [(0,)], 5) != [os.getsid(0)]
 
@@ -66,7 +58,6 @@ def worker_pid() -> int:
 
 
 def test_a_worker_is_kept_for_the_next_batch() -> None:
-    assert worker_pid() == worker_pid()
     assert call_each("os", "getpid", [()] * 3, 5) == [worker_pid()] * 3
 
 
