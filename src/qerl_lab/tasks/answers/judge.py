@@ -5,8 +5,7 @@ from enum import Enum
 
 from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.answers.equality import equal
-from qerl_lab.tasks.answers.expression import names
-from qerl_lab.tasks.answers.forms import Amount, Form, Named, Several, Words
+from qerl_lab.tasks.answers.forms import Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.reading import read
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 from qerl_lab.tasks.answers.tokens import Unreadable
@@ -49,9 +48,7 @@ def judge(given: str, known: str) -> Verdict:
     if isinstance(form, Words) or isinstance(gold, Words):
         return Verdict.WRONG if form is not None else Verdict.UNREADABLE
     is_for_library = _is_for_library(form, given) and _is_for_library(gold, known)
-    if is_for_library and _may_equal(form, known) and _may_equal(gold, given):
-        return Verdict.LIBRARY
-    return Verdict.UNREADABLE
+    return Verdict.LIBRARY if is_for_library else Verdict.UNREADABLE
 
 
 def _form(text: str) -> Form | None:
@@ -62,31 +59,16 @@ def _form(text: str) -> Form | None:
         return None
 
 
-def _may_equal(form: Form | None, other: str) -> bool:
-    """Tell whether an answer, parsed as `form`, may equal the other answer, with the text `other`.
-
-    If `form` is None, it was not parsed and may equal anything. Else it must be an expression or a matrix of
-    expressions, and `other` must contain all its variables.
-    """
-    form = form.form if isinstance(form, Named) else form
-    if form is None:
-        return True
-    symbols = re.findall(r"\\[A-Za-z]+|[A-Za-z]", other)  # `t` is no variable in `\int`
-    rows = form.parts if isinstance(form, Several) and form.brackets == "[]" else ()
-    cells = [cell for row in rows for cell in (row.parts if isinstance(row, Several) else [row])]
-    return all(
-        isinstance(cell, Amount) and all(name.partition("_")[0] in symbols for name in names(cell.node))
-        for cell in cells or [form]
-    )
-
-
 def _is_for_library(form: Form | None, text: str) -> bool:
     """Tell whether math-verify may read `text`: it is short, and has no prose and no huge numbers.
 
-    `form` is the parsed text; if it is None, because parsing failed, `text` must also have one of
-    _LIBRARY_MACROS, such as a sum. Prose is refused, because math-verify picks a number out of it and drops words as
-    units.
+    `form` is the parsed text, which must be an expression or a matrix. If it is None, because parsing failed, `text`
+    must have one of _LIBRARY_MACROS, such as a sum. Prose is refused, because math-verify picks a number out of it and
+    drops words as units.
     """
+    form = form.form if isinstance(form, Named) else form
+    if isinstance(form, Named | Relation) or (isinstance(form, Several) and form.brackets != "[]"):
+        return False
     letters = re.sub(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+", " ", text)
     if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:
         return False
