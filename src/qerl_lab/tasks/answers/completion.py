@@ -49,8 +49,9 @@ def final_answer(completion: str) -> str | None:
 def keeps_format(completion: str) -> bool:
     """Tell whether the whole completion is `<think>..</think><answer>..</answer>` with an answer that is not blank.
 
-    The thinking may mention a tag, but may not begin with a second `<think>` or hold a filled answer block. The answer
-    may hold `<`, but no tag. The paper's released code is less strict: it accepts the tags anywhere in any text.
+    The thinking may mention a tag, also as `<answer>...</answer>`, but may not begin with a second `<think>`, or hold
+    an answer block with a letter or digit. The answer may hold `<`, but no tag. The paper's released code is less
+    strict: it accepts the tags anywhere in any text.
     """
     text = completion.strip()
     if not (text.startswith(THINK) and text.endswith(END_ANSWER)):
@@ -59,22 +60,12 @@ def keeps_format(completion: str) -> bool:
     rest = rest.lstrip()
     answer = rest.removeprefix(ANSWER)
     in_order = bool(closed) and rest != answer and not thinking.lstrip().startswith(THINK)
-    return in_order and bool(answer.strip()) and not any(tag in answer for tag in TAGS) and not _answers(thinking)
+    blocks = [block.rpartition(ANSWER) for block in thinking.split(END_ANSWER)[:-1]]
+    answers_twice = any(opened and any(map(str.isalnum, content)) for _, opened, content in blocks)
+    return in_order and bool(answer.strip()) and not any(tag in answer for tag in TAGS) and not answers_twice
 
 
 def has_thought(completion: str) -> bool:
     """Tell whether a letter or digit stands between `<think>` and the first `</think>`."""
     thought, closed, _ = completion.partition(THINK)[2].partition(END_THINK)
     return bool(closed) and any(character.isalnum() for character in thought)
-
-
-def _answers(thinking: str) -> bool:
-    """Tell whether the text of a thinking contains an `<answer>` block with a letter or digit in it.
-
-    A block without letters and digits, such as `<answer>...</answer>`, only mentions the tags.
-    """
-    for block in thinking.split(END_ANSWER)[:-1]:
-        _, opened, content = block.rpartition(ANSWER)
-        if opened and any(character.isalnum() for character in content):
-            return True
-    return False

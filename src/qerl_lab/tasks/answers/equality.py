@@ -48,10 +48,13 @@ def _unwrap_single(form: Form) -> Form:
 def _compare_named(left: Form, right: Form) -> bool:
     """Tell whether two forms are equal, at least one of them named: `x = 5` equals 5, but not `y = 5`.
 
-    Two different names, or a name and an equation, are compared as equations if both can be read as one: `y = 2x`.
+    A name may lack its arguments, if these are letters: `y` is `y(t)`, but not `y(2)`. Two different names, or a name
+    and an equation, are compared as equations if both can be read as one: `y = 2x`.
     """
-    if isinstance(left, Named) and isinstance(right, Named) and _same_name(left.name, right.name):
-        return equal(left.form, right.form)
+    if isinstance(left, Named) and isinstance(right, Named):
+        short, long = sorted((left.name, right.name), key=len)
+        if long.startswith(short) and re.fullmatch(r"(\([A-Za-z,]+\))?", long.removeprefix(short)):
+            return equal(left.form, right.form)
     sides = [_as_relation(side) for side in (left, right)]
     if all(isinstance(side, Relation) for side in sides):
         return _compare_relations(*sides)
@@ -61,13 +64,6 @@ def _compare_named(left: Form, right: Form) -> bool:
     variables = frozenset().union(*map(names, other.sides)) if isinstance(other, Relation) else frozenset()
     name = re.sub("[{}]", "", named.name)
     return (not variables or any(variable in name for variable in variables)) and equal(named.form, other)
-
-
-def _same_name(left: str, right: str) -> bool:
-    """Tell whether two names are equal, or one is the other with letters as arguments: `y(t)` and `y`, not `f(2)`."""
-    short, long = sorted((left, right), key=len)
-    letters = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
-    return short == long or (long.startswith(short) and letters is not None)
 
 
 def _as_relation(form: Form) -> Form:

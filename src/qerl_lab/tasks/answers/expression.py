@@ -84,14 +84,6 @@ def read_number(text: str) -> Num:
     return Num(value, digits, max(0, len(decimals) - int(exponent or 0)) if decimals else 0)
 
 
-def _repeating(text: str) -> Num:
-    r"""Parse a repeating decimal exactly: `0.1\overline{6}` is 1/6."""
-    whole, _, rest = text.partition(".")
-    fixed, period = re.findall(r"\d*(?=\\)|\d+(?=\})", rest)[0], re.findall(r"\{(\d+)\}", rest)[0]
-    nines = (10 ** len(period) - 1) * 10 ** len(fixed)
-    return Num(Fraction(int(whole + fixed or 0), 10 ** len(fixed)) + Fraction(int(period), nines))
-
-
 class _Reader:
     """Parse tokens into a tree. A method for each rule parses from the next token on, and steps past what it parsed.
 
@@ -269,7 +261,9 @@ class _Reader:
         if token.kind == "number":
             return self.mixed(token)
         if token.kind == "repeating":
-            return _repeating(token.text)
+            whole, fixed, period = re.findall(r"(\d*)\.(\d*)\D+(\d+)", token.text)[0]  # 0.1\overline{6} is 1/6
+            nines = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+            return Num(Fraction(int(whole + fixed or 0), 10 ** len(fixed)) + nines)
         if token.kind == "letter":
             return self.symbol(token.text)
         if token.kind == "text":

@@ -119,7 +119,8 @@ def _of_words(body: str, words: str, money: str) -> Quantity | None:
     """Return `body` as a Quantity, with the scale and the unit in the text behind it: `words`, as in "million dollars".
 
     `money` is the currency found beside the number, or ""; a currency replaces the unit in `words`. Returns None if
-    `words` change the number ("or more"), or name nothing that can be measured or counted ("red").
+    `words` change the number ("or more"), or name nothing that can be measured or counted ("red"): no unit, short
+    symbol, plural, or word in _COUNTED.
     """
     parts = re.sub(r"\s+\^\s*", "^", words).replace(".", " ").replace("/", " / ").split()
     scale = 1
@@ -128,18 +129,12 @@ def _of_words(body: str, words: str, money: str) -> Quantity | None:
     if parts[:1] in (["squared"], ["cubed"]) or any(part.lower() in _CHANGES for part in parts):
         return None
     if parts and parts[0] not in (*_ORDINALS, "a", "an", "per", "/"):  # green apples, eggs per day
-        thing = [parts[0], *takewhile(lambda word: word.lower() not in _BEHIND_THINGS, parts[1:])][-1]
-        if not _is_thing(thing):
+        thing = [parts[0], *takewhile(lambda word: word.lower() not in _BEHIND_THINGS, parts[1:])][-1].partition("^")[0]
+        is_symbol = len(thing) < 3 or (len(thing) == 3 and not thing.islower())
+        is_plural = thing.islower() and thing.endswith("s") and not _NO_PLURAL.search(thing)
+        if not (is_symbol or is_plural or thing.lower() in _COUNTED or measure(thing)):
             return None
     return Quantity(body, money or measure(" ".join(parts)), scale=scale)
-
-
-def _is_thing(word: str) -> bool:
-    """Tell whether a word can be measured or counted: a unit, a short symbol, a plural, or a word in _COUNTED."""
-    word = word.partition("^")[0]
-    is_symbol = len(word) < 3 or (len(word) == 3 and not word.islower())
-    is_plural = word.islower() and word.endswith("s") and not _NO_PLURAL.search(word)
-    return is_symbol or is_plural or word.lower() in _COUNTED or measure(word) != ""
 
 
 def measure(words: str) -> str:
