@@ -5,6 +5,7 @@ Problems are rows of `task.path` with `question` and `tests`, a list of `{"input
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
@@ -21,16 +22,6 @@ _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python|python3|py)?[ \t]*\r?\n(.*?)(?:^[ \t]*```|```\s*\Z)",
     re.DOTALL | re.MULTILINE | re.IGNORECASE,
 )
-
-
-def train(cfg: TaskConfig) -> Questions:
-    """Return the training problems in `task.path`. Raises ConfigError as `_read` does."""
-    return _read(cfg, of_heldout=False)
-
-
-def heldout(cfg: TaskConfig) -> Questions:
-    """Return the held-out problems in `task.path`. Raises ConfigError as `_read` does."""
-    return _read(cfg, of_heldout=True)
 
 
 def weights(cfg: TaskConfig) -> dict[str, float]:
@@ -59,6 +50,9 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
         return Question(id, row.text("question"), "", {"inputs": inputs, "outputs": outputs, **limits})
 
     return read(cfg, source, of_heldout, make)
+
+
+train, heldout = partial(_read, of_heldout=False), partial(_read, of_heldout=True)
 
 
 def _tests(row: Row) -> list[dict[str, str]]:
@@ -100,19 +94,15 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
             of = question.payload
             programs[text, question] = code_sandbox.Program(text, of["inputs"], of["seconds"], of["memory_mib"])
     outputs = dict(zip(programs, code_sandbox.run(list(programs.values())), strict=True))
-    share = np.array([_passed_share(outputs.get(pair, []), pair[1]) for pair in asked], np.float64)
+    share = np.zeros(len(texts))
+    for n, pair in enumerate(asked):
+        known = pair[1].payload["outputs"]
+        found = outputs.get(pair, [None] * len(known))  # None: no program, or it failed
+        share[n] = np.mean(
+            [each is not None and _lines(each) == _lines(right) for each, right in zip(found, known, strict=True)]
+        )
     kept = np.array([keeps_format(text) for text in texts], np.float64)
     return {"format": kept, "answer": (share == 1).astype(np.float64), "tests": share}
-
-
-def _passed_share(outputs: Sequence[str | None], question: Question) -> float:
-    """Return the share of the question's tests that passed.
-
-    `outputs` has one text per test, None where the program failed; it is empty if the completion has no program.
-    """
-    expected = question.payload["outputs"]
-    pairs = zip(outputs, expected, strict=False)
-    return sum(output is not None and _lines(output) == _lines(known) for output, known in pairs) / len(expected)
 
 
 def _lines(text: str) -> list[str]:
