@@ -137,16 +137,13 @@ def worked_solution(rng: random.Random, problem: Problem) -> str:
     elif way == "together" and len(problem.changes) > 2:
         work = _together(rng, problem)
     else:
-        work = _chain(rng, problem.start, _ordered(rng, problem) if way == "any order" else list(problem.changes))
+        order = list(problem.changes)
+        while way == "any order":  # until the running total never falls below zero
+            order = rng.sample(problem.changes, len(problem.changes))
+            if all(problem.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):
+                break
+        work = _chain(rng, problem.start, order)
     return f"<think>{work}</think><answer>{problem.answer}</answer>"
-
-
-def _ordered(rng: random.Random, problem: Problem) -> list[int]:
-    """Return the changes of a problem in a random order. The running total of this order never falls below zero."""
-    while True:
-        order = rng.sample(problem.changes, len(problem.changes))
-        if all(problem.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):
-            return order
 
 
 def _together(rng: random.Random, problem: Problem) -> str:
@@ -157,17 +154,14 @@ def _together(rng: random.Random, problem: Problem) -> str:
 
 
 def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
-    """Write the calculations that apply `changes` to `start` one after another, e.g. "7+5=12. 12-3=9."."""
+    """Write the calculations that apply `changes` to `start` one after another, e.g. "7+5=12. 12 minus 3 is 9."."""
     total, lines = start, []
     for change in changes:
-        lines.append(_sum(rng, total, change))
+        if change > 0:
+            left, right = rng.sample((total, change), 2)
+            forms = [f"{left}+{right}={left + right}", f"{left} plus {right} is {left + right}"]
+        else:
+            forms = [f"{total}-{-change}={total + change}", f"{total} minus {-change} is {total + change}"]
+        lines.append(rng.choice(forms))
         total += change
     return rng.choice(["", "so "]) + rng.choice([". ", ", then "]).join(lines) + "."
-
-
-def _sum(rng: random.Random, total: int, change: int) -> str:
-    """Write the calculation `total` plus signed `change`, e.g. "7+5=12" or "12 minus 3 is 9"; wording is random."""
-    if change > 0:
-        left, right = rng.sample((total, change), 2)
-        return rng.choice([f"{left}+{right}={left + right}", f"{left} plus {right} is {left + right}"])
-    return rng.choice([f"{total}-{-change}={total + change}", f"{total} minus {-change} is {total + change}"])

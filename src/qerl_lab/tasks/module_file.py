@@ -51,15 +51,9 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
         functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name])
     if "weights" in functions and "grade" not in functions:
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
-    if "grade" in functions:
-        parts = _weighted_parts(cfg, {**of_task, **functions}.get("weights", lambda cfg: {})(cfg))
-        functions["grade"] = _checked_grade(cfg, functions["grade"], parts)
-    return functions
-
-
-def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
-    """Return the names of the parts in `given`, the result of `weights(cfg)`. Raises ConfigError if it is invalid."""
-    said = f"task.module={cfg.module}: weights(cfg)"
+    if "grade" not in functions:
+        return functions
+    said, given = f"task.module={cfg.module}: weights(cfg)", {**of_task, **functions}.get("weights", lambda _: {})(cfg)
     if not isinstance(given, dict) or not all(
         isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
         for part, weight in given.items()
@@ -70,7 +64,8 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
             f"{said} weighs {', '.join(shared)}; allowed: further parts. Type task.format_reward=X "
             "or task.answer_reward=X."
         )
-    return set(given)
+    functions["grade"] = _checked_grade(cfg, functions["grade"], set(given))
+    return functions
 
 
 def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:

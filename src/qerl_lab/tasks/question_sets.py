@@ -117,8 +117,12 @@ def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
     def make(id: str, row: Row) -> Question | None:
         nonlocal without
         without += "level" not in row.values
-        chosen = levels == "all" or "level" not in row.values or _level(row.values["level"]) >= int(levels[0])
-        return _question_with_latex_answer(id, row) if chosen else None
+        if levels == "all" or "level" not in row.values:
+            return _question_with_latex_answer(id, row)
+        level = str(row.values["level"]).removeprefix("Level ").removesuffix(".0")  # 5.0: a numeric column with gaps
+        if level not in ("1", "2", "3", "4", "5"):
+            raise BadRow(f"has the level {level[:80]!r}; levels are 1 to 5")
+        return _question_with_latex_answer(id, row) if level >= levels[0] else None
 
     found = read(cfg, replace(SOURCES["bigmath"], hub_config=BIGMATH_CONFIGS[levels]), of_heldout, make)
     if without and levels != "all" and cfg.path is not None:
@@ -126,14 +130,6 @@ def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
             f"{without:,} rows have no level, so that task.bigmath.levels={levels} left none of them out"
         )
     return found
-
-
-def _level(value: object) -> int:
-    """Parse a level from 1 to 5: 5, "5", "Level 5", or 5.0 from a numeric column with gaps."""
-    text = str(value).removeprefix("Level ").removesuffix(".0")
-    if text not in ("1", "2", "3", "4", "5"):
-        raise BadRow(f"has the level {text[:80]!r}; levels are 1 to 5")
-    return int(text)
 
 
 def _dapo_math(id: str, row: Row) -> Question:
