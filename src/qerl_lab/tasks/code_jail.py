@@ -161,44 +161,31 @@ def _for_call(number: int, lines: list[Line]) -> list[Line]:
     return [(EQUAL, 0, len(lines), number), *lines] if number >= 0 else []
 
 
-def confine(parent: int, limits: list[int], readable: list[str], listed: list[str]) -> None:
-    """Restrict this process by `limit`, `allow_reading` and `allow_calls`; the kernel kills it when its parent ends.
-
-    `parent` is the parent's process id, `limits` are the arguments of `limit`, `readable` and `listed` are those of
-    `allow_reading`.
-    """
-    machine = os.uname().machine
-    if machine not in ARCHITECTURES:
-        raise OSError(f"a machine {machine}; allowed: {', '.join(ARCHITECTURES)}")
-    _prctl(PDEATHSIG, SIGKILL)
-    if os.getppid() != parent:
-        raise OSError("the parent is gone")
-    _prctl(NO_NEW_PRIVS, 1)
-    limit(*limits)
-    allow_reading(readable, listed)
-    allow_calls(machine)
-
-
 def main(program: str, numbers: str, readable: str, listed: str) -> None:
-    """Restrict this process, report success or the reason to the parent, and run the file `program` as a script.
+    """Restrict this process, report success or the reason to the parent, and run the file `program` as `__main__`.
 
-    `numbers` are separated by spaces: the parent's process id, the file descriptor to report to, and the arguments of
-    `limit`. `readable` and `listed` are paths, one per line.
+    The kernel kills this process when its parent ends. `numbers` are separated by spaces: the parent's process id, the
+    file descriptor to report to, and the arguments of `limit`. `readable` and `listed` are paths, one per line.
     """
     parent, report_end, *limits = map(int, numbers.split())
     try:
-        confine(parent, limits, [program, *readable.split("\n")], listed.split("\n"))
+        machine = os.uname().machine
+        if machine not in ARCHITECTURES:
+            raise OSError(f"a machine {machine}; allowed: {', '.join(ARCHITECTURES)}")
+        _prctl(PDEATHSIG, SIGKILL)
+        if os.getppid() != parent:
+            raise OSError("the parent is gone")
+        _prctl(NO_NEW_PRIVS, 1)
+        limit(*limits)
+        allow_reading([program, *readable.split("\n")], listed.split("\n"))
+        allow_calls(machine)
         report = READY
     except OSError as error:
         report = str(error)
     os.write(report_end, report.encode())
     os.close(report_end)
-    if report == READY:
-        run(program)
-
-
-def run(program: str) -> None:
-    """Run the file at path `program` in this process, as `__main__`, with nothing but that path in `sys.argv`."""
+    if report != READY:
+        return
     module = type(sys)("__main__")
     module.__file__ = program
     builtins.exit, builtins.quit = Quitter("exit", ""), Quitter("quit", "")  # site, which defines them, is not loaded
