@@ -49,10 +49,7 @@ class LeftOut:
         return f"{self.count:,} of {self.rows:,} rows are bad and left out; the first: {self.first}"
 
     def check(self, remedy: str) -> None:
-        """Raise ConfigError if over 1% of the rows were left out, because then the file or its columns are wrong.
-
-        The advice `remedy` ends the error message.
-        """
+        """Raise ConfigError, which ends in the advice `remedy`, if over 1% of the rows were left out."""
         if self.count > 0.01 * self.rows:
             raise ConfigError(f"{self}, and more than 1% is an error. {remedy}")
 
@@ -71,31 +68,10 @@ def label(cfg: TaskConfig) -> str:
 
 
 def wording(text: str) -> str:
-    """Return the text in lower case, without whitespace. Questions of equal wording are never split.
-
-    They are either all for training or all held out.
-    """
+    """Return the text in lower case, without whitespace. Of equal wordings, all are for training or all held out."""
     return "".join(text.casefold().split())
 
 
 def is_heldout(key: str, one_in: int = 8) -> bool:
-    """Tell whether the question identified by the text `key` is held out: one in `one_in` is, chosen by SHA-256.
-
-    The choice is the same in every run.
-    """
+    """Tell whether the question identified by the text `key` is held out: one in `one_in` is, in every run the same."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % one_in == 0
-
-
-def without_heldout(train: list[Question], heldout: list[Question], size: int) -> Questions:
-    """Remove training questions with the same `wording` as a held-out question; return the first `size` of the rest.
-
-    `size` 0 returns all. `left_out` of the result counts the removed questions. Raises ConfigError if over 1% of
-    `train` are removed.
-    """
-    asked = {wording(question.prompt) for question in heldout}
-    kept = [question for question in train if wording(question.prompt) not in asked]
-    shared = [question for question in train if wording(question.prompt) in asked]
-    leaked = LeftOut(len(shared), len(train), f"{shared[0].id} is held out too" if shared else "")
-    leaked.check("Check task.path.")
-    known = train if isinstance(train, Questions) else Questions(train)
-    return Questions(kept[: size or None], [*known.left_out, leaked], known.notes)
