@@ -55,7 +55,11 @@ def _compare_named(left: Form, right: Form) -> bool:
         short, long = sorted((left.name, right.name), key=len)
         if long.startswith(short) and re.fullmatch(r"(\([A-Za-z,]+\))?", long.removeprefix(short)):
             return equal(left.form, right.form)
-    sides = [_as_relation(side) for side in (left, right)]
+    sides = [left, right]
+    for n, side in enumerate(sides):
+        if isinstance(side, Named) and isinstance(side.form, Amount):
+            with suppress(Unreadable):  # a name such as `Area` is no expression
+                sides[n] = Relation((read_expression(side.name), side.form.node), ("=",))
     if all(isinstance(side, Relation) for side in sides):
         return _compare_relations(*sides)
     named, other = (left, right) if isinstance(left, Named) else (right, left)
@@ -64,17 +68,6 @@ def _compare_named(left: Form, right: Form) -> bool:
     variables = frozenset().union(*map(names, other.sides)) if isinstance(other, Relation) else frozenset()
     name = re.sub("[{}]", "", named.name)
     return (not variables or any(variable in name for variable in variables)) and equal(named.form, other)
-
-
-def _as_relation(form: Form) -> Form:
-    """Convert a named expression such as `y = 2x` to an equation.
-
-    Returns other forms, and forms with a name that is no expression, unchanged.
-    """
-    if isinstance(form, Named) and isinstance(form.form, Amount):
-        with suppress(Unreadable):
-            return Relation((read_expression(form.name), form.form.node), ("=",))
-    return form
 
 
 def _compare_amounts(left: Amount, right: Amount) -> bool:

@@ -21,7 +21,11 @@ def same_set(left: Form, right: Form) -> bool:
     False if a form is no such set, if inequalities bound different variables, or if none of the two is an inequality, a
     union or a difference: `(1, 2)` alone may be a point.
     """
-    if not (_is_set(left) or _is_set(right)) or len(_bounded(left) | _bounded(right)) > 1:
+    is_sure = any(
+        isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
+        for form in (left, right)
+    )
+    if not is_sure or len(_bounded(left) | _bounded(right)) > 1:
         return False
     try:
         ends = sorted(end for end in _ends(left) + _ends(right) if is_finite(end))
@@ -30,11 +34,6 @@ def same_set(left: Form, right: Form) -> bool:
     between = [(low + high) / 2 for low, high in pairwise(ends)]
     outside = [ends[0] - 1, ends[-1] + 1] if ends else [real(0)]
     return all(_contains(left, at) == _contains(right, at) for at in ends + between + outside)
-
-
-def _is_set(form: Form) -> bool:
-    """Tell whether a form surely denotes a set; `(1, 2)` may be an interval or a point."""
-    return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
 
 
 def _bounded(form: Form) -> frozenset[Node]:
