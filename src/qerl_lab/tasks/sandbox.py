@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -45,14 +46,17 @@ def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], second
             if worker is None or worker.poll() is not None:  # none yet, or killed between two batches
                 worker = _start(*key)
             try:
-                answer = _ask(worker, arguments)
+                with suppress(BrokenPipeError):  # the worker has ended
+                    worker.stdin.write(json.dumps(list(arguments)).encode() + b"\n")  # type: ignore[union-attr]
+                    worker.stdin.flush()  # type: ignore[union-attr]
+                    answer = worker.stdout.readline()  # type: ignore[union-attr]
             finally:  # after any error too: a half-read answer must not reach the next call
-                if answer:
+                if answer.endswith(b"\n"):
                     _kept[key] = worker
                 else:
                     worker.kill()
                     worker.communicate()
-        results.append(json.loads(answer) if answer else None)
+        results.append(json.loads(answer) if answer.endswith(b"\n") else None)
     return results
 
 
@@ -71,17 +75,6 @@ def _start(module: str, function: str, seconds: float) -> Worker:
         said = worker.communicate()[1].decode(errors="replace")[-2000:]
         raise RuntimeError(f"{module} cannot be used in a worker process:\n{said}")
     return worker
-
-
-def _ask(worker: Worker, arguments: Sequence[Any]) -> bytes:
-    """Send the arguments of a call to the worker; return the answer, a line of JSON, or b"" if the worker ends."""
-    try:
-        worker.stdin.write(json.dumps(list(arguments)).encode() + b"\n")  # type: ignore[union-attr]
-        worker.stdin.flush()  # type: ignore[union-attr]
-        answer: bytes = worker.stdout.readline()  # type: ignore[union-attr]
-    except BrokenPipeError:
-        answer = b""
-    return answer if answer.endswith(b"\n") else b""
 
 
 def serve(module: str, function: str, seconds: str, parent: str) -> None:
