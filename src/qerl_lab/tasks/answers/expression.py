@@ -97,7 +97,6 @@ class _Reader:
         self.alone = {token.text for token, after in pairs if after.text not in ("(", "[", "^", "_", "'")}
         self.before_bracket = [token.text for token, after in pairs if after.text in ("(", "[")]
         self.raised_at = -1  # index where the last exponent ended
-        self.bare_at = -1  # index where the last argument without brackets ended in a letter
 
     @property
     def next(self) -> Token | None:
@@ -148,10 +147,7 @@ class _Reader:
                 self.take()
                 factors.append(Op("inverse", (self.factor(),)))
             elif self.begins_factor():
-                after_bare = self.at == self.bare_at and self.sees("(", "[")
                 factors.append(self.power())
-                if after_bare and not _has_sum(factors[-1]):
-                    raise Unreadable(r"\sin x(0)")  # ambiguous: sin of x(0), or a product
             else:
                 return factors[0] if len(factors) == 1 else Op("*", tuple(factors))
 
@@ -380,7 +376,6 @@ class _Reader:
         factors = [self.raised(self.atom())]
         while self.begins_factor() and not self.sees(*_NO_ARGUMENT):
             factors.append(self.raised(self.atom()))
-        self.bare_at = self.at if _letter(factors[-1]) else -1
         self.depth -= 1
         product = Op("*", tuple(factors))
         return Op("neg", (product,)) if negative else product
