@@ -85,12 +85,15 @@ def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """Return `cfg.train_questions` problems (0: 4096) that are not held out."""
+    """Return `cfg.train_questions` distinct problems (0: 4096) that are not held out.
+
+    Returns fewer if new problems become rare at a low difficulty.
+    """
     return [problem.question for problem in _train_problems(cfg)]
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """Return 1024 held-out problems."""
+    """Return 1024 distinct held-out problems; fewer if new problems become rare at a low difficulty."""
     return [problem.question for problem in _distinct(cfg, HELDOUT_QUESTIONS, of_heldout=True)]
 
 
@@ -106,7 +109,7 @@ def worked_question(rng: random.Random, problem: Problem) -> Question:
 
 
 def _train_problems(cfg: TaskConfig) -> list[Problem]:
-    """Draw the problems of `train`."""
+    """Draw `cfg.train_questions` distinct training problems (0: TRAIN_QUESTIONS); fewer if new ones become rare."""
     return _distinct(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
 
 

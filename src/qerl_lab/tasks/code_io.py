@@ -56,7 +56,10 @@ train, heldout = partial(_read, of_heldout=False), partial(_read, of_heldout=Tru
 
 
 def _tests(row: Row) -> list[dict[str, str]]:
-    """Return the tests of a row: dicts with texts "input" and "output". Raises BadRow if one is missing."""
+    """Return the tests of a row: dicts with texts "input" and "output".
+
+    Raises BadRow if the row has no tests, or if a test has no input text or a missing or blank output text.
+    """
     tests = row.value("tests")
     if not isinstance(tests, list) or not tests:
         raise BadRow(f"has no list of tests in {row.columns['tests']!r}")

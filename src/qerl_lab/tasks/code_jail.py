@@ -66,7 +66,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _call(what: str, *arguments: int | bytes) -> int:
     """Make the system call number `arguments[0]` with the other arguments; return its result.
 
-    If it fails, `what` begins the message of the OSError.
+    Raises OSError if the call fails; `what` begins the error message.
     """
     result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
@@ -75,7 +75,7 @@ def _call(what: str, *arguments: int | bytes) -> int:
 
 
 def _prctl(option: int, *arguments: object) -> None:
-    """Call `prctl(option, *arguments)` for this process."""
+    """Call `prctl(option, *arguments)` for this process. Raises OSError if it fails."""
     if _libc.prctl(option, *arguments, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
@@ -117,7 +117,7 @@ def allow_calls(machine: str) -> None:
     """Forbid this process all system calls, irrevocably, except those in CALLS.
 
     The calls OPEN, OPENAT, IOCTL, FCNTL, PRLIMIT and MADVISE are allowed too, but with some arguments only. `machine`
-    is a key of ARCHITECTURES.
+    is a key of ARCHITECTURES. Raises OSError if the kernel refuses the filter.
     """
     column, audit = ARCHITECTURES[machine]
     lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]

@@ -104,7 +104,10 @@ def check() -> None:
 
 
 def _outputs(program: Program) -> list[str | None]:
-    """Run one program on each of its inputs, as `run` does. Raises RuntimeError if it cannot be confined."""
+    """Run one program on each of its inputs; return its outputs, None for a run that failed.
+
+    Once the program runs out of time, the remaining outputs are None. Raises RuntimeError if it cannot be confined.
+    """
     outputs: list[str | None] = []
     with tempfile.TemporaryDirectory(prefix="qerl-code-") as folder:
         file = Path(folder) / "main.py"
@@ -118,7 +121,10 @@ def _outputs(program: Program) -> list[str | None]:
 
 
 def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]:
-    """Run the program in `file` on the input `given`; return its output (None: it failed), and if it was in time."""
+    """Run the program in `file` on the input `given`. Return its output (None: it failed), and whether it was in time.
+
+    Raises RuntimeError if the program cannot be confined.
+    """
     report, report_end = os.pipe()
     with open(report, "rb") as reports, open(os.memfd_create("output"), "w+b") as written:
         numbers = (os.getpid(), report_end, program.seconds, program.memory_mib * 2**20, OUTPUT_BYTES)

@@ -47,14 +47,14 @@ class Source:
 class Row:
     """A row of a question set. Its methods take a role such as "question"; `columns` maps roles to names of columns.
 
-    Every method raises BadRow if the value is missing, blank or of another type.
+    Every method raises BadRow if the value is missing or unusable.
     """
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
 
     def value(self, role: str) -> Any:
-        """Return the value, of any type, in the column for `role`."""
+        """Return the value, of any type, in the column for `role`, e.g. "question". Raises BadRow if it is missing."""
         found: Any = self.values
         for part in self.columns[role].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -63,11 +63,14 @@ class Row:
         return found
 
     def text(self, role: str) -> str:
-        """Return the text in the column for `role`."""
+        """Return the text in the column for `role`. Raises BadRow if the value is missing, blank or not a text."""
         return as_text(self.value(role), self.columns[role])
 
     def number_or_text(self, role: str) -> str:
-        """Return the value in the column for `role` as stripped text. Numbers become text, 27.0 becomes "27"."""
+        """Return the value in the column for `role` as stripped text. Numbers become text, 27.0 becomes "27".
+
+        Raises BadRow if the value is missing, blank, or neither a number nor a text.
+        """
         found = self.value(role)
         if isinstance(found, float) and found.is_integer():
             found = int(found)
@@ -75,7 +78,10 @@ class Row:
 
 
 def as_text(value: Any, column: str) -> str:
-    """Return `value` unchanged. Raises BadRow, which names `column`, unless it is text that is not blank."""
+    """Return `value` unchanged. Raises BadRow unless it is text that is not blank and that UTF-8 can encode.
+
+    The error names `column`.
+    """
     if not isinstance(value, str):
         raise BadRow(f"has no text in {column!r}, but {type(value).__name__}")
     if not value.strip():
@@ -173,7 +179,10 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
 
 
 def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
-    """Find the file with the training or held-out rows in a local folder, or all shards of that file."""
+    """Find the file with the training or held-out rows in a local folder, or all shards of that file.
+
+    Raises ConfigError if there is no such file.
+    """
     names = [source.split(of_heldout), source.file, "test" if of_heldout and source.test else None]
     for inside in (folder, folder / "data", folder / source.hub_config):
         for name in filter(None, names):
@@ -198,7 +207,10 @@ def _parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
-    """Yield (location, row) of each row of Arrow batches or tables. The row is a dict."""
+    """Yield (location, row) of each row of Arrow batches or tables. The row is a dict.
+
+    The location is `name` and the number of the row, from 0.
+    """
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((f"{name}, row {number},", row) for number, row in enumerate(rows))
 
@@ -206,7 +218,8 @@ def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
 def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
     """Yield (location, row) of each row of the dataset with the id `path` on the hub. The row is a dict.
 
-    If the dataset is not `source.hub_id`, and lacks the configuration `source.hub_config`, its default is read.
+    Reads the configuration `source.hub_config`. If the dataset is not `source.hub_id` and lacks this configuration, its
+    default configuration is read. Raises ConfigError if the dataset cannot be loaded.
     """
     say_hub_is_asked(f"questions of {path}")
     from datasets import get_dataset_config_names, load_dataset

@@ -46,7 +46,10 @@ DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def functions(name: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the question set `name`, a key of SOURCES, by name; see `qerl_lab.tasks`."""
+    """Return the task functions of the question set `name`, a key of SOURCES, in a dict with keys such as "heldout".
+
+    The docstring of `qerl_lab.tasks` describes these functions.
+    """
     found: dict[str, Callable[..., Any]] = {"heldout": lambda cfg: _read(cfg, of_heldout=True), "grade": grade_math}
     if SOURCES[name].train:
         found["train"] = lambda cfg: _read(cfg, of_heldout=False)
@@ -87,7 +90,7 @@ def _read_gsm8k(cfg: TaskConfig, make: Make, of_heldout: bool) -> Questions:
 
 
 def _gsm8k(id: str, row: Row) -> Question:
-    """Make a question from a row of GSM8K. The answer is the number after `####`."""
+    """Make a question from a row of GSM8K. The answer is the number after `####`. Raises BadRow without a number."""
     answer = row.text("answer")
     gold = answer.rpartition("####")[2].strip()
     if "####" not in answer or number(gold) is None:
@@ -135,7 +138,8 @@ def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
 def _dapo_math(id: str, row: Row) -> Question:
     """Make a question from a row of DAPO, without DAPO's own request for an answer format.
 
-    The question is a text, or a list of chat messages; then the last message is the question.
+    The question is a text, or a list of chat messages; then the last message is the question. Raises BadRow if that
+    message is not the user's, if the question is blank, or if the answer is no number.
     """
     column, value = row.columns["question"], row.value("question")
     if isinstance(value, list):
@@ -148,7 +152,10 @@ def _dapo_math(id: str, row: Row) -> Question:
 
 
 def _question_with_latex_answer(id: str, row: Row) -> Question:
-    """Make a question from a row, with the answer as it is written, a text or a number."""
+    """Make a question from a row, with the answer as it is written, a text or a number.
+
+    Raises BadRow if the question or the answer is missing.
+    """
     return Question(id, row.text("question"), row.number_or_text("answer"))
 
 
@@ -158,7 +165,7 @@ def _question_with_number(id: str, row: Row) -> Question:
 
 
 def _number(row: Row) -> str:
-    """Return the answer of a row, a number, as it is written."""
+    """Return the answer of a row as it is written. Raises BadRow if the answer is no number."""
     found = row.number_or_text("answer")
     if number(found) is None:
         raise BadRow(f"has no number in {row.columns['answer']!r}: {found[:80]!r}")

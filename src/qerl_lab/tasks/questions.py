@@ -49,7 +49,10 @@ class LeftOut:
         return f"{self.count:,} of {self.rows:,} rows are bad and left out; the first: {self.first}"
 
     def check(self, remedy: str) -> None:
-        """Raise ConfigError, which ends in the advice `remedy`, if over 1% of the rows were left out."""
+        """Raise ConfigError if over 1% of the rows were left out, because then the file or its columns are wrong.
+
+        The advice `remedy` ends the error message.
+        """
         if self.count > 0.01 * self.rows:
             raise ConfigError(f"{self}, and more than 1% is an error. {remedy}")
 
@@ -68,10 +71,16 @@ def label(cfg: TaskConfig) -> str:
 
 
 def wording(text: str) -> str:
-    """Return the text in lower case, without whitespace. Of equal wordings, all are for training or all held out."""
+    """Return the text in lower case, without whitespace. Questions of equal wording are never split.
+
+    They are either all for training or all held out.
+    """
     return "".join(text.casefold().split())
 
 
 def is_heldout(key: str, one_in: int = 8) -> bool:
-    """Tell whether the question identified by the text `key` is held out: one in `one_in` is, in every run the same."""
+    """Tell whether the question identified by the text `key` is held out: one in `one_in` is, chosen by SHA-256.
+
+    The choice is the same in every run.
+    """
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % one_in == 0

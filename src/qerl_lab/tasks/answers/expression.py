@@ -85,9 +85,9 @@ def read_number(text: str) -> Num:
 
 
 class _Reader:
-    """Parse tokens into a tree. A method for each rule parses from the next token on, and steps past what it parsed.
+    """Parse tokens into a tree. Each method for a rule parses from the next token on, and steps past what it parsed.
 
-    All methods raise Unreadable if the tokens do not follow the rule.
+    These methods raise Unreadable if the tokens do not follow the rule.
     """
 
     def __init__(self, tokens: list[Token]) -> None:
@@ -109,20 +109,23 @@ class _Reader:
         return token is not None and token.kind in ("sign", "macro") and token.text in texts
 
     def take(self) -> Token:
-        """Return the next token and step past it."""
+        """Return the next token and step past it. Raises Unreadable at the end."""
         if self.next is None:
             raise Unreadable("the end")
         self.at += 1
         return self.tokens[self.at - 1]
 
     def expect(self, text: str) -> None:
-        """Step past the sign or macro `text`."""
+        """Step past the sign or macro `text`. Raises Unreadable if the next token is another one."""
         if not self.sees(text):
             raise Unreadable(f"no {text}")
         self.at += 1
 
     def deeper(self) -> None:
-        """Count one more level of nesting, of at most MAX_DEPTH; the caller subtracts it from `depth` again."""
+        """Count one more level of nesting; the caller must subtract it from `depth` again.
+
+        Raises Unreadable beyond MAX_DEPTH levels.
+        """
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Unreadable("too deep")
@@ -320,7 +323,7 @@ class _Reader:
             parts.append(token.text)
 
     def macro(self, name: str) -> Node:
-        """Parse the arguments of the macro `name` (without backslash) into its node."""
+        """Parse the arguments of the macro `name` (without backslash) into its node. Raises Unreadable if unknown."""
         if name == "frac":
             return Op("/", (self.argument(), self.argument()))
         if name == "sqrt":

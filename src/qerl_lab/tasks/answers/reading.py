@@ -64,7 +64,7 @@ _NAME = re.compile(  # a variable or a word; with an argument: f(x), P(X=2), f^{
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Form:
-    """Parse an answer, normalized by `surface.plain`, into its form (see forms.py)."""
+    """Parse an answer, normalized by `surface.plain`, into its form (see forms.py). Raises Unreadable if that fails."""
     return _read(text, nesting=0)
 
 
@@ -141,7 +141,10 @@ def _words(text: str) -> str:
 
 
 def _numeral(digits: str, base: str) -> Form:
-    """Return the form of a numeral: its digits, and its base, such as "8" or "eight"."""
+    """Return the form of a numeral: its digits, and its base, such as "8" or "eight".
+
+    Raises Unreadable unless the base is from 2 to 36 and every digit is below it.
+    """
     radix = int(base) if base.isdigit() and len(base) < 3 else _NUMBERS.get(base.lower(), 0)
     if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
         raise Unreadable(digits)
@@ -151,7 +154,7 @@ def _numeral(digits: str, base: str) -> Form:
 
 
 def _matrix(inside: str) -> Form:
-    r"""Parse the inside of a matrix: rows end at `\row`, cells at `&`."""
+    r"""Parse the inside of a matrix: rows end at `\row`, cells at `&`. Raises Unreadable for rows of unequal length."""
     rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", inside.replace(r"\hline", ""))]
     cells = [[_read(cell, MAX_NESTING, listed=True) for cell in row.split("&")] for row in rows if row]
     if not cells or len({len(row) for row in cells}) > 1 or len(cells) * len(cells[0]) > MAX_PARTS:
@@ -170,7 +173,10 @@ def _without_thousands(text: str) -> str:
 
 
 def _depths(text: str) -> list[int]:
-    """Return for each character of `text` how many brackets are open there; braces of TeX arguments count too."""
+    """Return for each character of `text` how many brackets are open there; braces of TeX arguments count too.
+
+    Raises Unreadable if brackets stay open, or if one closes that was not opened.
+    """
     depths, depth, last = list[int](), 0, 0
     for found in _BRACKETS.finditer(text):
         depths += [depth] * (found.start() - last)
@@ -200,7 +206,7 @@ def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = Fals
     r"""Parse each of `parts`; return them as one form with `brackets` (see `Several`).
 
     In a list or set `3 \pm \sqrt{2}` becomes two parts. `says_or`: the word "or" joins the parts; then inequalities
-    form a union, and other parts a set.
+    form a union, and other parts a set. Raises Unreadable if a part cannot be parsed, or if there are over MAX_PARTS.
     """
     if len(parts) > MAX_PARTS:
         raise Unreadable("too many parts")
@@ -252,7 +258,7 @@ def _is_name(text: str) -> bool:
 
 
 def _name(text: str) -> str:
-    """Return the name in a text, without spaces."""
+    """Return the name in a text, without spaces. Raises Unreadable if the text is no name."""
     if not _is_name(text):
         raise Unreadable(text)
     return compact(text.strip()).replace(" ", "")
@@ -298,7 +304,7 @@ def _amount(text: str) -> Form:
 
 
 def _read_or_none(text: str) -> Node | None:
-    """Parse a text as an expression; return None, raising nothing, if that fails."""
+    """Parse a text as an expression; return None if that fails."""
     try:
         return read_expression(text)
     except Unreadable:

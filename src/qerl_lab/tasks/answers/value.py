@@ -49,7 +49,10 @@ def point(variables: frozenset[str], draw: int) -> Point:
 
 
 def value(node: Node, at: Point) -> Value:
-    """Evaluate `node` with the variables' values in `at`. Raises Unreadable if the value is undefined or too large."""
+    """Evaluate `node` with the variables' values in `at`: rational operations exactly, others to 100 digits.
+
+    Raises Unreadable if the value is undefined or too large.
+    """
     if isinstance(node, Num):
         return node.value
     if isinstance(node, Sym):
@@ -93,7 +96,7 @@ def real(given: Value) -> Value:
 
 
 def _bounded(result: Value) -> Value:
-    """Return `result`, unless it is NaN, or too large for MAX_BITS (exact) or MAX_LOG2 (rounded)."""
+    """Return `result`. Raises Unreadable if it is NaN, or too large for MAX_BITS (exact) or MAX_LOG2 (rounded)."""
     if isinstance(result, Fraction):
         if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
             raise Unreadable("too large")
@@ -127,7 +130,7 @@ def _apply(name: str, args: list[Value]) -> Value:
 def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     """Turn an operation of two values into a function of any number of values, which applies it from the left.
 
-    Results of Fractions are exact.
+    Results of Fractions are exact. The function raises Unreadable if a result is too large.
     """
 
     def apply(left: Value, right: Value) -> Value:
@@ -141,7 +144,7 @@ divide = _fold(operator.truediv)
 
 
 def _power(base: Value, exponent: Value) -> Value:
-    """Return `base` to the power of `exponent`.
+    """Return `base` to the power of `exponent`. Raises Unreadable if the result would be too large.
 
     For Fractions the result is exact if the exponent is an integer, or if the root is rational: (8/27)^(2/3) is 4/9.
     """
@@ -178,7 +181,7 @@ def _exact_root(base: Fraction, degree: int) -> Fraction | None:
 
 
 def _factorial(number: Value) -> Value:
-    """Return the factorial, by the gamma function if `number` is no natural number."""
+    """Return the factorial, by the gamma function if `number` is no natural number. Raises Unreadable if too large."""
     if isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MAX_FACTORIAL:
         return Fraction(math.factorial(int(number)))
     if abs(real(number)) > MAX_FACTORIAL:
@@ -187,7 +190,7 @@ def _factorial(number: Value) -> Value:
 
 
 def _binomial(above: Value, below: Value) -> Value:
-    """Return "above choose below", exact for natural numbers."""
+    """Return "above choose below", exact for natural numbers. Raises Unreadable if the numbers are too large."""
     whole = all(isinstance(part, Fraction) and part.denominator == 1 for part in (above, below))
     if whole and 0 <= below <= MAX_FACTORIAL and 0 <= above < 1 << 64:
         return Fraction(math.comb(int(above), int(below)))
@@ -200,6 +203,7 @@ def _log(name: str, number: Value, base: Value = None) -> Value:
     """Return the natural logarithm if `name` is "ln", else the logarithm to `base`, or to 10 if no base is given.
 
     Problem sets write `\\log` for base 10. If the number is an integer power of a rational base, the result is exact.
+    Raises ZeroDivisionError for 0.
     """
     if number == 0:
         raise ZeroDivisionError
