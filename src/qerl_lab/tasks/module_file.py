@@ -64,7 +64,7 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
             f"{said} weighs {', '.join(shared)}; allowed: further parts. Type task.format_reward=X "
             "or task.answer_reward=X."
         )
-    functions["grade"] = _checked_grade(cfg, functions["grade"], set(given))
+    functions["grade"] = _checked_grade(cfg, functions["grade"], set(given), are_required="weights" in functions)
     return functions
 
 
@@ -93,11 +93,14 @@ def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[Tas
     return checked
 
 
-def _checked_grade(cfg: TaskConfig, function: Callable[..., Any], weighted: set[str]) -> Callable[..., Scores]:
+def _checked_grade(
+    cfg: TaskConfig, function: Callable[..., Any], weighted: set[str], are_required: bool
+) -> Callable[..., Scores]:
     """Wrap `function`, which is `grade` of the user's task file, so that its result is checked.
 
     The wrapper raises ConfigError unless the result has, for each part of the reward, one score from 0 to 1 per text.
-    The parts "format" and "answer" are required. A part that is in neither PARTS nor `weighted` is an error.
+    The parts "format" and "answer" are required, with `are_required` those in `weighted` too. A part that is in neither
+    PARTS nor `weighted` is an error.
     """
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
@@ -111,6 +114,8 @@ def _checked_grade(cfg: TaskConfig, function: Callable[..., Any], weighted: set[
             raise ConfigError(
                 f"{said} returned {', '.join(unknown)}, for which weights(cfg) of the file has no weight."
             )
+        if are_required and (missing := sorted(weighted - set(given))):
+            raise ConfigError(f"{said} did not return {', '.join(missing)}, for which weights(cfg) has a weight.")
         scores: Scores = {}
         for part, values in given.items():
             try:

@@ -139,6 +139,12 @@ def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str,
         task.grade(["a"], [Question("", "?", "1")])
 
 
+def test_a_part_that_has_a_weight_is_returned(tmp_path: Path) -> None:
+    task = load(tmp_path, "def weights(cfg): return {'short': 1.0}\n" + REWARD)
+    with pytest.raises(ConfigError, match=r"did not return short, for which weights\(cfg\) has a weight"):
+        task.grade(["a"], [Question("", "?", "1")])
+
+
 @pytest.mark.parametrize("tests", [", 'tests': right / 2", ""])
 def test_a_grade_of_ones_own_may_return_the_parts_that_the_task_weighs(tmp_path: Path, tests: str) -> None:
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [
