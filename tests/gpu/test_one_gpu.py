@@ -27,7 +27,7 @@ def test_the_first_visible_gpu_alone_trains(tmp_path: Path, visible: str | None,
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     name = torch.cuda.get_device_name(int(taken))
-    assert f"GPU {taken} ({name}) does the run; the other visible " in ran.stdout
+    assert f"The run takes GPU {taken} ({name}) of the " in ran.stdout
     assert f"type CUDA_VISIBLE_DEVICES={other} before the command" in ran.stdout
     assert f", on cuda:0 ({name})" in ran.stdout
     assert len(json.loads((tmp_path / "run" / "env.json").read_text())["gpus"]) == 1

@@ -118,7 +118,7 @@ def build_kl_measure(
     Afterwards the engine holds clean norms. Raises EngineFailed on every rank if any rank fails.
     """
     share = ranks.share(cfg.aqn.solver.prompts)
-    questions = cursor.peek(share.stop)[share.start :]
+    questions = Cursor(cursor.data, cursor.position).take(share.stop)[share.start :]  # the run's cursor stays
     prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in questions]
     how = sampling_settings(cfg, step, PROBING, ranks.rank)
     how = replace(how, max_tokens=min(how.max_tokens, LONGEST))

@@ -6,7 +6,7 @@ calls torch.distributed. Each rank samples and trains on whole groups; rank 0 wr
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -104,11 +104,6 @@ class Ranks:
         start = self.rank * least + min(self.rank, rest)
         return range(start, start + least + (self.rank < rest))
 
-    def deal(self, items: Sequence[T], count_R: Sequence[int]) -> list[T]:
-        """Return this rank's slice of `items`: the first `count_R[0]` are rank 0's, the next `count_R[1]` rank 1's."""
-        start = sum(count_R[: self.rank])
-        return list(items[start : start + count_R[self.rank]])
-
 
 ALONE = Ranks()
 
@@ -158,13 +153,11 @@ def hide_other_gpus(wanted: int) -> str | None:
     `wanted` is more than 1 and torch sees fewer GPUs.
     """
     names = visible_gpus()
-    count = len(names)
-    refuse_fewer_gpus(wanted, count)
-    if count <= wanted:
+    refuse_fewer_gpus(wanted, len(names))
+    if len(names) <= wanted:
         return None
-    taken = ",".join(names[:wanted])
-    os.environ[VISIBLE] = taken
-    idle = count - wanted
-    others = "the other visible one stays" if idle == 1 else f"the other {idle} visible ones stay"
-    does = f"GPU {taken} ({torch.cuda.get_device_name(0)}) does" if wanted == 1 else f"GPUs {taken} do"
-    return f"{does} the run; {others} idle. To take another, type {VISIBLE}={names[wanted]} before the command."
+    os.environ[VISIBLE] = ",".join(names[:wanted])
+    return (
+        f"The run takes GPU {os.environ[VISIBLE]} ({torch.cuda.get_device_name(0)}) of the {len(names)} visible ones. "
+        f"To take another, type {VISIBLE}={names[wanted]} before the command."
+    )

@@ -27,6 +27,7 @@ from qerl_lab.model.weight_files import local_folder
 from qerl_lab.preflight import question_counts
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.line_files import PER_STEP, Sample
 from qerl_lab.report import run_summary, runs
 from qerl_lab.rollout.engine import Engine, EngineFailed
 from qerl_lab.system import terminal
@@ -34,7 +35,6 @@ from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train import health, micro_batch, out_of_memory
 from qerl_lab.train.ranks import Ranks, join
-from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Interrupted, Stop
 from qerl_lab.train.trainer import LabTrainer
 from qerl_lab.train.training_data import Cursor, TrainingData, select
@@ -44,11 +44,13 @@ from qerl_lab.train.training_data import Cursor, TrainingData, select
 class Session:
     """All parts of a run in one process.
 
-    `cfg` is as recorded, where optim.micro_batch_size may be null; `micro_batch_size` is what the run takes. `saved` is
-    the checkpoint to resume from, None for a new run. `notes` are lines for the user. Only rank 0 has a `tracker`.
+    `cfg` is as recorded, where optim.micro_batch_size may be null; `sized` has the number that this run takes instead.
+    `saved` is the checkpoint to resume from, None for a new run. `notes` are lines for the user. Only rank 0 has a
+    `tracker`.
     """
 
     cfg: RunConfig
+    sized: RunConfig
     directory: RunDirectory
     stop: Stop
     ranks: Ranks
@@ -58,12 +60,6 @@ class Session:
     engine: Engine
     notes: list[str]
     tracker: Tracker | None = None
-    micro_batch_size: int = 0  # until `choose_micro_batch` sets it
-
-    @property
-    def sized_cfg(self) -> RunConfig:
-        """Return `cfg` with the number that this run takes in place of a null optim.micro_batch_size."""
-        return self.cfg.with_micro_batch(self.micro_batch_size)
 
     @property
     def resumed_from(self) -> int:
@@ -84,76 +80,52 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """
     started = time.time()
     session = build_session(cfg, directory, stop)
-    ranks = session.ranks
+    ranks, saved, engine = session.ranks, session.saved, session.engine
     with ExitStack() as closing:
-        closing.callback(close_engine, session.engine)
+        closing.callback(close_engine, engine)
         stop.can_save = True
         if ranks.any(stop.requested):  # killed while loading: nothing to record
             return INTERRUPTED
         try:
-            choose_micro_batch(session)
+            # As typed, or as in the checkpoint, so that a resumed run repeats its sums; else chosen from free memory.
+            micro_batch_size = cfg.optim.micro_batch_size or (saved.micro_batch_size if saved else None)
+            if micro_batch_size is None:
+                micro_batch_size = micro_batch.choose(cfg, session.policy, engine, session.data, ranks)
+            session.sized = cfg.with_micro_batch(micro_batch_size)
             if ranks.is_first:
-                engine = session.engine
-                directory.write_environment(session.data.task.data, engine.linear_backend, session.micro_batch_size)
+                directory.write_environment(session.data.task.data, engine.linear_backend, micro_batch_size)
                 directory.begin_session(started)
                 print(opening_lines(session), flush=True)
                 tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)
                 session.tracker = closing.enter_context(tracker)
-            evaluate_and_train(session)
-        except Interrupted:
-            end_interrupted(session)
-            return INTERRUPTED
-        except EngineFailed as error:
-            if stop.requested:  # the signal may have killed the engine first
-                end_interrupted(session)
+            session.check()
+            # the quantized model: no trained adapter, no noise
+            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
+            if not saved:
+                evaluate_subset(session, 0)
+            session.check()
+            train(session)
+            session.check()
+            # with the adapter, no noise
+            evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
+        except (Interrupted, EngineFailed) as error:
+            if isinstance(error, Interrupted) or stop.requested:  # a signal may have killed the engine first
+                ranks.leave()
+                if session.tracker:
+                    session.tracker.finish("KILLED")
+                    directory.end_session()
                 return INTERRUPTED
             raise EngineFailed(
                 f"{first_line(error).rstrip('.')}. {directory.last_saved()} of {cfg.steps} steps are saved. "
                 f"Type python -m qerl_lab {resume_override(cfg.run_dir)} to go on."
             ) from error
         except torch.OutOfMemoryError as error:
-            held = session.engine.held()
-            said = out_of_memory.in_training(session.sized_cfg, session.policy, held, error)
+            said = out_of_memory.in_training(session.sized, session.policy, engine.held(), error)
             raise torch.OutOfMemoryError(said) from error
         ranks.leave()
         if session.tracker:
             conclude(session, session.tracker)
         return OK
-
-
-def evaluate_and_train(session: Session) -> None:
-    """Evaluate, train the remaining steps, evaluate again. Raises Interrupted if the run was asked to stop."""
-    cfg = session.cfg
-    session.check()
-    # the quantized model: no trained adapter, no noise
-    evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
-    if not session.resumed_from:
-        evaluate_subset(session, 0)
-    session.check()
-    train(session)
-    session.check()
-    # with the adapter, no noise
-    evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
-
-
-def choose_micro_batch(session: Session) -> None:
-    """Set the session's micro-batch size: as typed, or as in the checkpoint, so that a resumed run repeats its sums.
-
-    Otherwise chooses it from free memory (`micro_batch.choose`). Raises ConfigError if one completion does not fit.
-    """
-    cfg, saved = session.cfg, session.saved
-    size = cfg.optim.micro_batch_size or (saved.micro_batch_size if saved else None)
-    session.micro_batch_size = size or micro_batch.choose(
-        cfg, session.policy, session.engine, session.data, session.ranks
-    )
-
-
-def end_interrupted(session: Session) -> None:
-    """Leave the ranks, and record that the session was interrupted."""
-    session.ranks.leave()
-    if session.tracker:
-        session.tracker.finish("KILLED")
-        session.directory.end_session()
 
 
 def close_engine(engine: Engine) -> None:
@@ -182,7 +154,6 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
     cut = question_counts.note_cut_questions(cfg, len(task.train), len(task.heldout))
     is_said = question_counts.are_questions_here(cfg)  # by the command, before it started this process
-    task_notes = [] if is_said else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
     try:
         policy = build_policy(cfg, device)
@@ -193,27 +164,20 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
         load_adapter(policy.model, adapter_folder(cfg.lora.start_from))
     policy.chat.day = ranks.from_first(directory.first_day())
     data = select(cfg, policy, task)
-    notes = [*task_notes, *start_notes(cfg, saved), *left_out_notes(cfg, data), *policy.chat.notes]
-    return Session(cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
-
-
-def start_notes(cfg: RunConfig, saved: checkpoint.Saved | None) -> list[str]:
-    """Return lines for the user on what the session begins with: an extended run, or another run's adapter."""
+    notes = [] if is_said else [*task.warnings, *cut]
     if saved and saved.step in cfg.extended:
-        return [
+        notes.append(
             f"extended from {saved.step} to {cfg.steps} steps, over which the schedules of noise and learning rate "
             f"now stretch: a run of {cfg.steps} steps from the start would differ"
-        ]
+        )
     if not saved and cfg.lora.start_from:
-        return [f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})"]
-    return []
-
-
-def left_out_notes(cfg: RunConfig, data: TrainingData) -> list[str]:
-    """Return lines for the user on the questions that are too long."""
-    limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
-    numbers = {"more questions": data.left_out, "held-out questions": data.heldout_left_out}
-    return [f"{number:,} {what} are longer than {limit}, and left out" for what, number in numbers.items() if number]
+        notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
+    for count, what in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
+        if count:
+            limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
+            notes.append(f"{count:,} {what} are longer than {limit}, and left out")
+    notes += policy.chat.notes
+    return Session(cfg, cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
 
 
 def evaluate_subset(session: Session, step: int) -> None:
@@ -279,14 +243,13 @@ def train(session: Session) -> None:
     On a signal it saves a checkpoint after the current step and returns.
     """
     cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
-    if saved and session.resumed_from == cfg.steps:  # killed after the last step: only evaluation is missing
+    directory = session.directory
+    if saved and saved.step == cfg.steps:  # killed after the last step: only evaluation is missing
         policy.load_trained(saved.path)
-        evaluate_subset(session, session.resumed_from)
+        evaluate_subset(session, saved.step)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
-    trainer = LabTrainer(
-        session.sized_cfg, policy, session.engine, cursor, session.directory.path, session.stop, session.ranks
-    )
+    trainer = LabTrainer(session.sized, policy, session.engine, cursor, directory.path, session.stop, session.ranks)
     if saved:
         trainer.level.state = dict(saved.noise)
 
@@ -300,30 +263,31 @@ def train(session: Session) -> None:
     with ExitStack() as shown:
         if tracker:
             bar = shown.enter_context(terminal.Progress(cfg.steps, session.resumed_from))
-            record_steps(session, tracker, trainer, bar)
+            watch = health.Watch(cfg, [line["metrics"] for line in directory.metrics()])
+
+            def record_step(step: int, metrics: dict[str, float]) -> None:
+                tracker.log(step, metrics)
+                directory.append_samples([
+                    Sample(
+                        step=step, question_id=group.question.id, question=group.question.prompt,
+                        completion=group.texts_G[0], finished=group.finished_G[0],
+                        rewards={name: float(part[0]) for name, part in group.parts.items()},
+                    )
+                    for group in trainer.batch.groups[:PER_STEP]
+                ])  # fmt: skip
+                bar.show(step, metrics)
+                for sign, advice in watch.add_step(metrics).items():
+                    terminal.say(f"warning, step {step}: {sign}. {advice}")
+
+            def flush_and_describe_config() -> dict[str, object]:
+                directory.flush_metrics()
+                return {"config": settings_of_run(cfg)}
+
+            trainer.on_step, trainer.before_save = record_step, flush_and_describe_config
         if saved:
             policy.load_trained(saved.path)  # only now: the trainer may copy the initial adapter as KL reference
-            evaluate_subset(session, session.resumed_from)
+            evaluate_subset(session, saved.step)
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
-
-
-def record_steps(session: Session, tracker: Tracker, trainer: LabTrainer, bar: terminal.Progress) -> None:
-    """Let `trainer` record every step, show it on `bar` and warn of trouble, and store the settings in checkpoints."""
-    directory = session.directory
-    watch = health.Watch(session.cfg, [line["metrics"] for line in directory.metrics()])
-
-    def record_step(step: int, metrics: dict[str, float]) -> None:
-        tracker.log(step, metrics)
-        directory.append_samples(first_samples(trainer.batch, step))
-        bar.show(step, metrics)
-        for sign, advice in watch.add_step(metrics).items():
-            terminal.say(f"warning, step {step}: {sign}. {advice}")
-
-    def flush_and_describe_config() -> dict[str, object]:
-        directory.flush_metrics()
-        return {"config": settings_of_run(session.cfg)}
-
-    trainer.on_step, trainer.before_save = record_step, flush_and_describe_config
 
 
 def conclude(session: Session, tracker: Tracker) -> None:
@@ -369,7 +333,7 @@ def opening_lines(session: Session) -> str:
         f"{cfg.algorithm.name}, {trained} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {task} with {len(data.questions):,} questions",
         f"{with_noun(cfg.steps, 'step')} of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions "
-        f"of at most {cfg.rollout.max_completion_tokens:,} tokens, {session.micro_batch_size} at a time, "
+        f"of at most {cfg.rollout.max_completion_tokens:,} tokens, {session.sized.optim.micro_batch_size} at a time, "
         f"seed {cfg.seed}",
     ]
     if session.resumed_from:

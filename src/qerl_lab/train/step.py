@@ -20,7 +20,6 @@ from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate.summary import answer_entropy
 from qerl_lab.model.policy import Policy
-from qerl_lab.record.line_files import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling, refuse_incomplete
 from qerl_lab.tasks import UNPARSED, Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
@@ -129,7 +128,8 @@ def collect(
         missing_R = ranks.gather(missing)
         if not any(missing_R):
             break
-        questions_P = ranks.deal(cursor.take(sum(missing_R)), missing_R)
+        before = sum(missing_R[: ranks.rank])  # questions of the ranks before this one
+        questions_P = cursor.take(sum(missing_R))[before : before + missing]
         prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
         how = sampling_settings(cfg, step, attempt, ranks.rank)
         rollout = ranks.run_on_all(partial(ask_engine, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
@@ -214,7 +214,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
 def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
     """Return the metrics of a step's completions and rewards, over all groups drawn on all ranks, on every rank.
 
-    With dynamic sampling they include `resampling_metrics`.
+    The metrics of dynamic sampling are sums over ranks, but rollouts and seconds are those of the slowest rank.
     """
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
@@ -239,37 +239,20 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
     if entropies := [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]:
         found["sampler/entropy_nats"] = sum(entropies)
     if cfg.algorithm.dynamic_sampling:
-        found |= resampling_metrics(batch, ranks)
+        further, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
+        dropped = [group for group in batch.drawn if id(group) not in trained]
+        counts = {
+            "rollout/prompts_drawn": len(batch.drawn),
+            "rollout/resampled_tokens": sum(rollout.tokens for rollout in further),
+            "rollout/groups_dropped": len(dropped),
+            "rollout/groups_dropped_unsolved": sum(not group.parts["answer"].any() for group in dropped),
+            "rollout/groups_flat": int(groups.is_flat(np.array([group.task_reward_G for group in batch.groups])).sum()),
+        }
+        cost = {
+            "rollout/resamples": len(further),
+            "seconds/resample": sum(rollout.seconds for rollout in further),
+        }
+        of_ranks = ranks.gather((counts, cost))
+        found |= {name: sum(counts[name] for counts, _ in of_ranks) for name in counts}
+        found |= {name: max(cost[name] for _, cost in of_ranks) for name in cost}
     return found
-
-
-def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Return the metrics of dynamic sampling: sums over ranks, but rollouts and seconds of the slowest rank."""
-    further, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
-    dropped = [group for group in batch.drawn if id(group) not in trained]
-    of_slowest_rank: dict[str, float] = {
-        "rollout/resamples": len(further),
-        "seconds/resample": sum(rollout.seconds for rollout in further),
-    }
-    counts = {
-        "rollout/prompts_drawn": len(batch.drawn),
-        "rollout/resampled_tokens": sum(rollout.tokens for rollout in further),
-        "rollout/groups_dropped": len(dropped),
-        "rollout/groups_dropped_unsolved": sum(not group.parts["answer"].any() for group in dropped),
-        "rollout/groups_flat": int(groups.is_flat(np.array([group.task_reward_G for group in batch.groups])).sum()),
-    }
-    of_ranks = ranks.gather(counts | of_slowest_rank)
-    return {name: sum(rank[name] for rank in of_ranks) for name in counts} | {
-        name: max(rank[name] for rank in of_ranks) for name in of_slowest_rank
-    }
-
-
-def first_samples(batch: Batch, step: int) -> list[Sample]:
-    """Return samples to record for a step: the first completion of each of the batch's first `PER_STEP` questions."""
-    return [
-        Sample(
-            step=step, question_id=group.question.id, question=group.question.prompt, completion=group.texts_G[0],
-            rewards={name: float(part[0]) for name, part in group.parts.items()}, finished=group.finished_G[0],
-        )
-        for group in batch.groups[:PER_STEP]
-    ]  # fmt: skip

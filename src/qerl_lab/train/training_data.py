@@ -91,7 +91,3 @@ class Cursor:
         """Return the next `count` questions and move past them."""
         self.position += count
         return [self.data.questions[index] for index in islice(self._order, count)]
-
-    def peek(self, count: int) -> list[Question]:
-        """Return the next `count` questions without moving."""
-        return Cursor(self.data, self.position).take(count)

@@ -99,11 +99,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("gpus", "count", "visible", "kept", "said"),
     [
-        (1, 2, None, "0", "GPU 0 (NVIDIA H200) does the run; the other visible one stays idle. "
+        (1, 2, None, "0", "The run takes GPU 0 (NVIDIA H200) of the 2 visible ones. "
          "To take another, type CUDA_VISIBLE_DEVICES=1 before the command."),
-        (1, 8, "5,2,7", "5", "GPU 5 (NVIDIA H200) does the run; the other 2 visible ones stay idle. "
-         "To take another, type CUDA_VISIBLE_DEVICES=2 before the command."),
-        (2, 8, "5,2,7", "5,2", "GPUs 5,2 do the run; the other visible one stays idle. "
+        (2, 8, "5,2,7", "5,2", "The run takes GPU 5,2 (NVIDIA H200) of the 3 visible ones. "
          "To take another, type CUDA_VISIBLE_DEVICES=7 before the command."),
         (1, 8, "3", "3", None),
         (1, 1, None, None, None),

@@ -54,7 +54,7 @@ def sessions(tiny, policy: Policy, tmp_path: Path) -> Callable[..., list[Session
         cfg: RunConfig = tiny(run_dir=str(tmp_path), **changes)
         data = select(cfg, policy, tasks.load(cfg.task))
         return [
-            Session(cfg, RunDirectory(tmp_path), Stop(), ranks, None, policy, data, Scripted(1.0 + ranks.rank), [])
+            Session(cfg, cfg, RunDirectory(tmp_path), Stop(), ranks, None, policy, data, Scripted(1.0 + ranks.rank), [])
             for ranks in all_ranks
         ]
 
