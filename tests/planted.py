@@ -85,7 +85,8 @@ BUGS = [
         "self.policy.clean_norms).items()}",
         "unit/train/test_trainer.py::test_the_engine_holds_the_noise_of_the_seed_and_step"),
     Bug("reference has the noise", "train/trainer.py",
-        " if self.policy.adapter_is_off else None)", " if not self.policy.norms else None)",
+        "= self.policy.clean_norms if self.policy.adapter_is_off else None",
+        "= self.policy.clean_norms if not self.policy.norms else None",
         "golden/test_loss.py"),
     Bug("noise stays in the evaluation", "train/run.py",
         "session.engine.sync(aqn.CLEAN)", "session.engine.sync(aqn.Noise(0.1, 0, 1))",
@@ -126,7 +127,7 @@ BUGS = [
         "unit/train/test_engine_failure.py"),
     # sampling ahead
     Bug("a step sampled ahead has the noise of the step before", "train/trainer.py",
-        "self.engine.sync(self.level.noise(step))", "self.engine.sync(self.noise)",
+        "engine.sync(level.noise(after))", "engine.sync(self.noise)",
         "unit/train/test_overlap.py"),
     Bug("a checkpoint skips the questions that are sampled ahead", "train/ahead.py",
         "own, thread = Cursor(cursor.data, cursor.position),", "own, thread = cursor,",

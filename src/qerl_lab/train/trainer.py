@@ -166,6 +166,7 @@ class LabTrainer(GRPOTrainer):
         If the engine fails, this method moves the cursor back to the start of the step, saves a checkpoint of the
         finished steps if there is none yet, and raises EngineFailed.
         """
+        step, engine, level = self.step, self.engine, self.level
         ahead, began_at = self.ahead, self.cursor.position
         self.ahead = None
         try:
@@ -174,12 +175,26 @@ class LabTrainer(GRPOTrainer):
                     batch = ahead.batch.result()
                 self.cursor = ahead.cursor
             else:
-                batch = self._sample_batch()
+                if level.needs_solving(step):
+                    with self.clock.phase("probe"):
+                        measure = build_kl_measure(self.cfg, step, self.cursor, self.policy, engine, self.ranks)
+                        level.solve(step, measure)
+                    if self.ranks.is_first and (said := level.warning_if_missed(step)):
+                        terminal.say(f"warning, step {step}: {said}")
+                with self.clock.phase("sync"):
+                    self.ranks.run_on_all(lambda: engine.sync(self.noise), EngineFailed)
+                batch = collect(self.cfg, step, self.cursor, self.policy, engine, self.clock, self.ranks)
+                with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
+                    self.ranks.run_on_all(engine.sleep, EngineFailed)
             if self.cfg.overlaps:
                 self.measured["rollout/staleness"] = float(ahead is not None)
             with self.clock.phase("probe"):
                 self._measure_noise(batch.rollouts[0])  # every rank has one
-            self._begin_next_batch()
+            after = step + 1
+            if is_sampled_ahead(self.cfg, after) and not level.needs_solving(after) and not self.stop.requested:
+                with self.clock.phase("sync"):
+                    engine.sync(level.noise(after))
+                self.ahead = sample_ahead(self.cfg, after, self.cursor, self.policy, engine)
             return batch
         except EngineFailed:
             self.cursor.go_to(began_at)
@@ -187,31 +202,6 @@ class LabTrainer(GRPOTrainer):
                 self._save_checkpoint(self.model, None)
                 self.ranks.wait()  # for rank 0, which completes the checkpoint
             raise
-
-    def _sample_batch(self) -> Batch:
-        """Solve for sigma if the step needs it, sync the engine, sample a batch, and let the engine sleep."""
-        engine = self.engine
-        if self.level.needs_solving(self.step):
-            with self.clock.phase("probe"):
-                measure = build_kl_measure(self.cfg, self.step, self.cursor, self.policy, engine, self.ranks)
-                self.level.solve(self.step, measure)
-            if self.ranks.is_first and (said := self.level.warning_if_missed(self.step)):
-                terminal.say(f"warning, step {self.step}: {said}")
-        with self.clock.phase("sync"):
-            self.ranks.run_on_all(lambda: engine.sync(self.noise), EngineFailed)
-        batch = collect(self.cfg, self.step, self.cursor, self.policy, engine, self.clock, self.ranks)
-        with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
-            self.ranks.run_on_all(engine.sleep, EngineFailed)
-        return batch
-
-    def _begin_next_batch(self) -> None:
-        """With overlap, let a thread sample the next step from now on, unless that step must be sampled on-policy."""
-        step = self.step + 1
-        if not is_sampled_ahead(self.cfg, step) or self.level.needs_solving(step) or self.stop.requested:
-            return
-        with self.clock.phase("sync"):
-            self.engine.sync(self.level.noise(step))
-        self.ahead = sample_ahead(self.cfg, step, self.cursor, self.policy, self.engine)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
@@ -268,7 +258,9 @@ class LabTrainer(GRPOTrainer):
         """
         call = packing.without_padding(model) if self.packs else model
         if not torch.is_grad_enabled():
-            with self._scoring_mode(), self._packed_attention():
+            # The policy without its adapter is the KL reference, which has no noise either.
+            norms = self.policy.clean_norms if self.policy.adapter_is_off else None
+            with self.policy.as_sampler(norms), self._packed_attention():
                 return super()._get_per_token_logps_and_entropies(call, ids, attention_mask, keep, **kwargs)
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
             call, ids, attention_mask, keep, **kwargs
@@ -280,13 +272,6 @@ class LabTrainer(GRPOTrainer):
             weights = self._record_mismatch(logps.detach(), self.micro_batch).value
             self.micro_batch["advantages"] = self.micro_batch["advantages"][:, None] * weights
         return logps, entropies, aux_loss
-
-    def _scoring_mode(self) -> AbstractContextManager[None]:
-        """Return a context manager to compute log-probs without gradients and dropout.
-
-        If the adapter is off, the log-probs are those of the KL reference. Then the noise on the norms is off as well.
-        """
-        return self.policy.as_sampler(self.policy.clean_norms if self.policy.adapter_is_off else None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Override the Trainer's hook: keep the contexts of `compute_loss` open until the backward pass ends."""
@@ -362,20 +347,6 @@ class LabTrainer(GRPOTrainer):
         """
         if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
             return
-        self._average_micro_batches()
-        super().log(logs, start_time)
-        metrics = self._step_metrics(logs)
-        self.on_step(self.steps_done, metrics)
-        self._check_finite(metrics)
-        self.loss_tokens.clear()
-        self.entropies.clear()
-        self.mismatch.clear()
-        self.measured.clear()
-        self.clock.seconds.clear()
-        self.after_step(self.steps_done)
-
-    def _average_micro_batches(self) -> None:
-        """Replace TRL's means of micro-batches by their weighted mean, because TRL would average without weights."""
         recorded = self._metrics["train"]
         tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
         per_sequence = self.importance_sampling_level == "sequence"
@@ -385,9 +356,16 @@ class LabTrainer(GRPOTrainer):
                 weights = weights_by_unit[metric.over]
                 total = sum(mean * weight for mean, weight in zip(recorded[metric.trl], weights, strict=True))
                 recorded[metric.trl] = [total / max(sum(weights), 1.0)]
+        super().log(logs, start_time)
+        metrics = self._step_metrics(logs)
+        self.on_step(self.steps_done, metrics)
+        self._check_finite(metrics)
+        for of_step in (self.loss_tokens, self.entropies, self.mismatch, self.measured, self.clock.seconds):
+            of_step.clear()
+        self.after_step(self.steps_done)
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return all metrics of a step, pooled over ranks. `logs` are TRL's metrics."""
+        """Return all metrics of a step, pooled over ranks; of memory the rank that used most. `logs` are TRL's."""
         means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}
         metrics = {name: math.nan if mean is None else mean for name, mean in means.items()}  # TRL's NaN is None
         entropies_T = torch.tensor(self.ranks.pool(torch.cat(self.entropies).tolist()), dtype=torch.float64)
@@ -400,29 +378,19 @@ class LabTrainer(GRPOTrainer):
             metrics["sampler/kernel_gap_max"] = metrics["sampler/logprob_gap_max"]
         if self.cfg.algorithm.entropy_coef > 0 or self.cfg.algorithm.entropy_target is not None:
             metrics["policy/entropy_coef"] = self.entropy_coef
-        metrics |= self._speed()
-        return metrics | self.measured | self._peak_memory()
-
-    def _speed(self) -> dict[str, float]:
-        """Return the seconds of the step, in all and by phase, and the completion tokens of all ranks per second."""
-        seconds, names = self.clock.seconds["step"], ["rollout", "reward", "sync", "probe"]
+        seconds, phases = self.clock.seconds, ["rollout", "reward", "sync", "probe"]
         if self.ranks.size > 1:
-            names.append("wait")
-        phases = {f"seconds/{name}": self.clock.seconds[name] for name in names}
+            phases.append("wait")
+        metrics |= {f"seconds/{phase}": seconds[phase] for phase in phases}
+        metrics["seconds/train"] = seconds["step"] - sum(seconds[phase] for phase in phases)
+        metrics["step/seconds"] = seconds["step"]
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
-        return phases | {
-            "seconds/train": seconds - sum(phases.values()),
-            "step/seconds": seconds,
-            "step/tokens_per_second": sampled / seconds,
-        }
-
-    def _peak_memory(self) -> dict[str, float]:
-        """Return the peak memory in GiB of the rank that has used most, on the host and on the GPU."""
+        metrics["step/tokens_per_second"] = sampled / seconds["step"]
         peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         if torch.cuda.is_available():
             peak["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-        memory = self.ranks.gather(peak)
-        return {name: max(rank[name] for rank in memory) for name in peak}
+        of_ranks = self.ranks.gather(peak)
+        return metrics | self.measured | {name: max(rank[name] for rank in of_ranks) for name in peak}
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         """Raise Diverged if loss, gradient norm or a weight is not finite, before a checkpoint stores it."""
@@ -453,15 +421,8 @@ class LabTrainer(GRPOTrainer):
             self.policy.save_trained(Path(str(output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Override the Trainer's private hook: load the trained weights from a checkpoint.
-
-        With an adapter it calls the Trainer's method. With lora=full that method would warn of tied weights, because
-        `save_model` writes them under one name only.
-        """
-        if self.cfg.trains_all:
-            self.policy.load_trained(Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        """Override the Trainer's private hook: load the trained weights as `save_model` wrote them."""
+        self.policy.load_trained(Path(resume_from_checkpoint))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
         """Override the Trainer's hook: write TRL's files and the run's state atomically. Every rank must call it."""
