@@ -13,9 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What `term_sums` sums over the completion tokens of a micro-batch, in this order.
-SUMMED = ("tokens", "gap", "k1", "k3", "ratio", "ratio_squared", "cut", "weight", "counted")
-
 
 class Weights(NamedTuple):
     """Importance weights of the loss: one per token, both fields [B, T], or one per completion, both [B, 1].
@@ -54,7 +51,7 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
 def term_sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
     """Sum what `mismatch` needs over the completion tokens of a micro-batch: a float64 tensor [10].
 
-    It has the sums of `SUMMED`, and as last entry the largest absolute log-ratio.
+    Its last entry is the largest absolute log-ratio.
 
     Args:
         weights: result of the function `weights`. Weights per completion are counted once per completion.
@@ -65,12 +62,9 @@ def term_sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B
     log_ratio = torch.where(mask_B_T.bool(), trainer_B_T.double() - sampler_B_T.double(), 0.0)
     gap, ratio = log_ratio.abs(), log_ratio.exp() * mask
     counted = mask if weights.value.shape == mask.shape else torch.ones_like(weights.value, dtype=torch.float64)
-    terms = {
-        "tokens": mask, "gap": gap, "k1": -log_ratio, "k3": log_ratio.expm1() - log_ratio, "ratio": ratio,
-        "ratio_squared": ratio.square(), "cut": weights.is_cut * mask, "weight": weights.value * counted,
-        "counted": counted,
-    }  # fmt: skip
-    return torch.stack([*(terms[name].sum() for name in SUMMED), gap.max()])
+    k1, k3 = -log_ratio, log_ratio.expm1() - log_ratio
+    summed = (mask, gap, k1, k3, ratio, ratio.square(), weights.is_cut * mask, weights.value * counted, counted)
+    return torch.stack([*(term.sum() for term in summed), gap.max()])
 
 
 def mismatch(sums_N: list[list[float]]) -> dict[str, float]:
@@ -80,14 +74,13 @@ def mismatch(sums_N: list[list[float]]) -> dict[str, float]:
     averages NaN.
     """
     *columns, largest_gaps = zip(*sums_N, strict=True)
-    sums = dict(zip(SUMMED, map(math.fsum, columns), strict=True))
-    tokens, ratio = sums["tokens"], sums["ratio"]
+    tokens, gap, k1, k3, ratio, ratio_squared, cut, weight, counted = map(math.fsum, columns)
     return {
-        "sampler/logprob_gap_mean": sums["gap"] / tokens,
+        "sampler/logprob_gap_mean": gap / tokens,
         "sampler/logprob_gap_max": max(largest_gaps),
-        "sampler/importance_ratio_mean": sums["weight"] / sums["counted"],
-        "sampler/kl_k1_nats": sums["k1"] / tokens,
-        "sampler/kl_k3_nats": sums["k3"] / tokens,
-        "sampler/effective_sample_size": ratio**2 / (tokens * sums["ratio_squared"]),
-        "sampler/importance_clipped_fraction": sums["cut"] / tokens,
+        "sampler/importance_ratio_mean": weight / counted,
+        "sampler/kl_k1_nats": k1 / tokens,
+        "sampler/kl_k3_nats": k3 / tokens,
+        "sampler/effective_sample_size": ratio**2 / (tokens * ratio_squared),
+        "sampler/importance_clipped_fraction": cut / tokens,
     }
