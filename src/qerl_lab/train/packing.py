@@ -111,29 +111,24 @@ def attend(
     Returns the output [1, tokens, heads, dim], and None in place of attention weights.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return _flash_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling)[None], None
+        from torch.nn.attention.varlen import varlen_attn
+
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [tokens, heads, dim]
+        shared: dict[str, Any] = {}
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            shared["enable_gqa"] = True
+        else:  # torch before 2.12
+            copies = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        starts, longest = cu_seq_lens_q, max_length_q
+        out = varlen_attn(
+            query, key, value, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0), **shared
+        )
+        return cast(Tensor, out)[None], None  # a pair only with return_aux
     sizes = cu_seq_lens_q.diff().tolist()
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
-    out = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in parts]
-    return torch.cat(out, dim=2).transpose(1, 2), None
-
-
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float) -> Tensor:
-    """Run causal FlashAttention-2 on packed tensors; query, key, value and result are [tokens, heads, dim].
-
-    `starts` is `cu_seq_lens_q` of `attend`, `longest` its `max_length_q`.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    shared: dict[str, Any] = {}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        shared["enable_gqa"] = True
-    else:  # torch before 2.12
-        copies = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    out = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0), **shared)
-    return cast(Tensor, out)  # returns a pair only with return_aux
+    outs = [F.scaled_dot_product_attention(*part, is_causal=True, scale=scaling, enable_gqa=True) for part in parts]
+    return torch.cat(outs, dim=2).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, attend)

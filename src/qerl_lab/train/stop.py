@@ -38,24 +38,23 @@ class Stop:
         Unblocks these signals first, in case the starting program had blocked them.
         """
         stop = cls(parent=parent)
-        for number in stop_signals():
-            signal.signal(number, lambda *_: stop._handle_signal())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        threading.Thread(target=stop._watch_parent, daemon=True).start()
-        return stop
 
-    def _watch_parent(self) -> None:
-        """Exit with status 130 if `parent` dies before `can_save` is set. Later the steps check `requested`."""
-        while not self.can_save:
-            if self.requested:
+        def stop_after_step(*_: object) -> None:
+            if not stop.can_save:
                 os._exit(INTERRUPTED)
-            time.sleep(1)
+            stop.signalled = True
 
-    def _handle_signal(self) -> None:
-        """Handle a signal: exit with status 130 if there is nothing to save, else stop after the current step."""
-        if not self.can_save:
-            os._exit(INTERRUPTED)
-        self.signalled = True
+        def watch_parent() -> None:  # until a checkpoint is possible; later the steps look at `requested`
+            while not stop.can_save:
+                if stop.requested:
+                    os._exit(INTERRUPTED)
+                time.sleep(1)
+
+        for number in stop_signals():
+            signal.signal(number, stop_after_step)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        threading.Thread(target=watch_parent, daemon=True).start()
+        return stop
 
     def check(self) -> None:
         """Raise Interrupted if the run was asked to stop."""
