@@ -127,7 +127,7 @@ BUGS = [
         "unit/train/test_engine_failure.py"),
     # sampling ahead
     Bug("a step sampled ahead has the noise of the step before", "train/trainer.py",
-        "engine.sync(level.noise(after))", "engine.sync(self.noise)",
+        "engine.sync(level.noise(after))", "engine.sync(level.noise(step))",
         "unit/train/test_overlap.py"),
     Bug("a checkpoint skips the questions that are sampled ahead", "train/ahead.py",
         "own, thread = Cursor(cursor.data, cursor.position),", "own, thread = cursor,",

@@ -85,30 +85,21 @@ def needs_no_traceback(error: Exception) -> bool:
     return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its file imports torch
 
 
-def read_arguments(arguments: list[str]) -> tuple[RunDirectory, int]:
-    """Parse the arguments RUN_DIR and PARENT, a process id (default: this process's parent).
-
-    Raises ConfigError for other arguments, or if RUN_DIR has no resolved.yaml.
-    """
-    path = arguments[0] if arguments else ""
-    parent = arguments[1] if len(arguments) == 2 else str(os.getppid())
-    if len(arguments) not in (1, 2) or not parent.isdecimal() or not RunDirectory(Path(path)).is_claimed:
-        raise ConfigError(
-            "python -m qerl_lab.train takes RUN_DIR, a directory with resolved.yaml, and maybe PARENT, the id of a "
-            f"process; {' '.join(arguments) or 'nothing'} was given. "
-            "Type python -m qerl_lab resume=RUN_DIR, which starts it."
-        )
-    return RunDirectory(Path(path)), int(parent)
-
-
 if __name__ == "__main__":
     exits.survive_lost_console()
-    held = ExitStack()
+    arguments, held = sys.argv[1:], ExitStack()
+    directory = RunDirectory(Path(arguments[0] if arguments else ""))
+    parent = arguments[1] if len(arguments) == 2 else str(os.getppid())
     try:
-        directory, parent = read_arguments(sys.argv[1:])
-        if len(sys.argv) == 2:  # started by hand: no parent command holds the lock
+        if len(arguments) not in (1, 2) or not parent.isdecimal() or not directory.is_claimed:
+            raise ConfigError(
+                "python -m qerl_lab.train takes RUN_DIR, a directory with resolved.yaml, and maybe PARENT, the id of a "
+                f"process; {' '.join(arguments) or 'nothing'} was given. "
+                "Type python -m qerl_lab resume=RUN_DIR, which starts it."
+            )
+        if len(arguments) == 1:  # started by hand: no parent command holds the lock
             held.enter_context(directory.locked())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USAGE)
-    exits.leave(main(directory, parent))
+    exits.leave(main(directory, int(parent)))

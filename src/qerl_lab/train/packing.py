@@ -127,7 +127,9 @@ def attend(
         return cast(Tensor, out)[None], None  # a pair only with return_aux
     sizes = cu_seq_lens_q.diff().tolist()
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
-    outs = [F.scaled_dot_product_attention(*part, is_causal=True, scale=scaling, enable_gqa=True) for part in parts]
+    outs = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in parts
+    ]
     return torch.cat(outs, dim=2).transpose(1, 2), None
 
 

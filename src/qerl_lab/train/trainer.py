@@ -102,11 +102,6 @@ class LabTrainer(GRPOTrainer):
         """Return the number of the current step, from 1; between steps, the number of the next."""
         return self.steps_done + 1
 
-    @property
-    def noise(self) -> aqn.Noise:
-        """Return the noise of the current step."""
-        return self.level.noise(self.step)
-
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Override the Trainer's hook: return one empty batch per micro-batch. The cursor draws the questions."""
         count = self.args.max_steps * self.args.gradient_accumulation_steps
@@ -182,7 +177,7 @@ class LabTrainer(GRPOTrainer):
                     if self.ranks.is_first and (said := level.warning_if_missed(step)):
                         terminal.say(f"warning, step {step}: {said}")
                 with self.clock.phase("sync"):
-                    self.ranks.run_on_all(lambda: engine.sync(self.noise), EngineFailed)
+                    self.ranks.run_on_all(lambda: engine.sync(level.noise(step)), EngineFailed)
                 batch = collect(self.cfg, step, self.cursor, self.policy, engine, self.clock, self.ranks)
                 with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
                     self.ranks.run_on_all(engine.sleep, EngineFailed)
@@ -280,8 +275,9 @@ class LabTrainer(GRPOTrainer):
 
     def _noise_in_trainer(self) -> AbstractContextManager[None]:
         """Return a context manager that gives the policy the rollout's noise if aqn.scope=rollout_and_train."""
-        noisy = self.cfg.aqn.scope == "rollout_and_train" and self.noise.sigma > 0
-        return self.policy.norms_as(self.noise.onto_norms(self.policy.clean_norms)) if noisy else nullcontext()
+        noise = self.level.noise(self.step)
+        noisy = self.cfg.aqn.scope == "rollout_and_train" and noise.sigma > 0
+        return self.policy.norms_as(noise.onto_norms(self.policy.clean_norms)) if noisy else nullcontext()
 
     def _packed_attention(self) -> AbstractContextManager[None]:
         """Return a context manager that lets the policy use packed attention if the run packs."""
