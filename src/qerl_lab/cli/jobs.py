@@ -1,5 +1,6 @@
 """Directories of jobs: find the directories of an earlier sweep, create new ones, read a sweep, extend a run."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,8 +15,7 @@ from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.folders import first_missing, make_run_directory, reserve_directory
-from qerl_lab.system.disk import lock
+from qerl_lab.system.disk import lock, make_directory
 from qerl_lab.system.terminal import by_numbers
 
 LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
@@ -100,7 +100,7 @@ def claim_directories(plan: Plan, command: str) -> Plan:
     that an earlier sweep has, is kept (`plan.directory_given`). `command` is the command line as the user typed it;
     each new directory records it. Raises ConfigError if a directory is in use or cannot be created.
     """
-    made = first_missing(plan.directory)
+    made = next((path for path in reversed([plan.directory, *plan.directory.parents]) if not path.exists()), None)
     directory = plan.directory if plan.directory_given else reserve_directory(plan.directory)
     made = made or (None if plan.directory_given else directory)
     jobs = _move_jobs(plan, directory)
@@ -111,6 +111,18 @@ def claim_directories(plan: Plan, command: str) -> Plan:
             if not run.is_claimed:
                 run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, job.overrides, sweep))
     return replace(plan, jobs=jobs, directory=directory, made=made)
+
+
+def reserve_directory(wanted: Path) -> Path:
+    """Create `wanted`; if it exists, create the first free of NAME-2, NAME-3 ... instead. Return the new path."""
+    make_directory(wanted.parent, str(wanted.parent))
+    numbers, candidate = itertools.count(2), wanted
+    while True:
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            candidate = wanted.with_name(f"{wanted.name}-{next(numbers)}")
 
 
 def extend_run(run: RunDirectory, steps: int) -> None:
@@ -155,7 +167,7 @@ def locked_sweep(directory: Path) -> Iterator[None]:
 
     Raises ConfigError if another command holds the lock.
     """
-    make_run_directory(directory)
+    make_directory(directory, f"hydra.sweep.dir={directory}")
     with open(directory / LOCK, "a", encoding="utf-8") as file:  # opened for writing, because NFS locks no other files
         lock(
             file,

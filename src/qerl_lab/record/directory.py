@@ -32,10 +32,9 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.record import checkpoint, environment, metrics, resolved
 from qerl_lab.record.environment import TYPED, Typed
-from qerl_lab.record.folders import make_run_directory
 from qerl_lab.record.line_files import SAMPLES_FILE, Sample, encode_samples
 from qerl_lab.record.metrics import METRICS_FILE, MetricsLine
-from qerl_lab.system.disk import lock, read_json, replace_file
+from qerl_lab.system.disk import lock, make_directory, read_json, replace_file
 from qerl_lab.system.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class RunDirectory:
 
     def refuse_used(self) -> None:
         """Raise ConfigError unless the directory is missing or empty, so that two runs never share one."""
-        if not os.path.exists(self.path):  # Path.exists raises if the name is too long
+        if not self.path.exists():
             return
         if not self.path.is_dir():
             raise ConfigError(f"the run directory {self.path} is a file. Type run_dir=DIR with another name.")
@@ -92,7 +91,7 @@ class RunDirectory:
         Raises ConfigError if the directory is in use or cannot be created.
         """
         self.refuse_used()
-        make_run_directory(self.path)
+        make_directory(self.path, f"run_dir={self.path}")
         resolved.write_config(self.path, cfg)
         self._note_command(QUEUED, typed)
 

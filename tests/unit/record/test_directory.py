@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.cli.jobs import reserve_directory
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.folders import reserve_directory
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 
 TYPED = Typed("python -m qerl_lab seed=3", ["seed=3", "task.path=https://***@host/a"], "adhoc/time")
@@ -68,14 +68,6 @@ def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
         RunDirectory(tmp_path / "file").claim(RunConfig(), TYPED)
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30)], ids=["part", "whole"])
-def test_a_directory_with_too_long_a_name_is_one_sentence(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be made: .*too long. Type another directory: run_dir=DIR"):
-        RunDirectory(tmp_path / name).claim(RunConfig(), TYPED)
-    with pytest.raises(ConfigError, match=r"is no directory"):
-        RunDirectory(tmp_path / name).config()
 
 
 def test_two_processes_never_get_the_same_directory(tmp_path: Path) -> None:
