@@ -31,7 +31,7 @@ from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.record import checkpoint, environment, metrics, resolved
-from qerl_lab.record.environment import TYPED, Typed
+from qerl_lab.record.environment import Typed
 from qerl_lab.record.line_files import SAMPLES_FILE, Sample, encode_samples
 from qerl_lab.record.metrics import METRICS_FILE, MetricsLine
 from qerl_lab.system.disk import lock, make_directory, read_json, replace_file
@@ -40,7 +40,7 @@ from qerl_lab.system.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
 if TYPE_CHECKING:
     import pandas as pd
 
-DONE, FAILED, QUEUED = "DONE", "FAILED", "QUEUED"
+DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions.json", "eval.parquet"
 ARTIFACTS = (resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
 WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
@@ -337,11 +337,19 @@ class RunDirectory:
     def write_environment(
         self, data: Mapping[str, Any], linear_backend: str | None = None, micro_batch_size: int | None = None
     ) -> None:
-        """Write env.json, which says what the run runs on, and code.diff, what was changed since its commit.
+        """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
 
-        A resumed run adds a numbered pair. `environment.write_environment` explains the arguments.
+        `data` describes the questions (`Task.data`). `linear_backend` is the kernel for 4-bit products that the engine
+        uses, or None. `micro_batch_size` is what the run takes, typed or chosen. The command comes from .typed, which
+        is then deleted; without that file it is the command of this process.
         """
-        environment.write_environment(self.path, data, linear_backend, micro_batch_size)
+        earlier, typed = len(list(self.path.glob("env*.json"))), self.path / TYPED
+        number = f".{earlier + 1}" if earlier else ""
+        (self.path / f"code{number}.diff").write_text(environment.code_diff(), encoding="utf-8")
+        found = environment.environment(Typed(**read_json(typed, dict)) if typed.exists() else None)
+        found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
+        replace_file(self.path / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
+        typed.unlink(missing_ok=True)
 
     def environment(self) -> dict[str, Any]:
         """Read env.json; empty if the run has not started."""

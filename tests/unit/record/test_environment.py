@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.record import environment
+from qerl_lab.record.directory import RunDirectory
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_code_diff_brings_a_clean_checkout_to_what_ran(checkout: Path, run_dir: 
     commit(checkout)
     (checkout / "src" / "a.py").write_text("x = 2\n")
     (checkout / "src" / "new.py").write_text("y = 1\n")
-    environment.write_environment(run_dir, {})
+    RunDirectory(run_dir).write_environment({})
     assert "# untracked: src/new.py" in (run_dir / "code.diff").read_text()
     git(checkout, "checkout", "-q", ".")
     git(checkout, "apply", str(run_dir / "code.diff"))
@@ -70,20 +71,20 @@ def test_a_package_installed_inside_another_repository_has_no_commit(
     (inside / "src").mkdir(parents=True)
     monkeypatch.setattr(environment, "CHECKOUT", inside.resolve())
     assert environment.git_state() == ("unknown", False)
-    environment.write_environment(run_dir, {})
+    RunDirectory(run_dir).write_environment({})
     assert (run_dir / "code.diff").read_text().startswith("# no checkout")
 
 
 def test_missing_git_is_no_failure(run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    environment.write_environment(run_dir, {})
+    RunDirectory(run_dir).write_environment({})
     env = json.loads((run_dir / "env.json").read_text())
     assert (env["git_sha"], env["dirty"]) == ("unknown", False)
 
 
 def test_environment_says_on_what_it_ran(checkout: Path, run_dir: Path) -> None:
     sha = commit(checkout)
-    environment.write_environment(run_dir, {"training_questions": 9}, linear_backend="fp4_tiles")
+    RunDirectory(run_dir).write_environment({"training_questions": 9}, linear_backend="fp4_tiles")
     env = json.loads((run_dir / "env.json").read_text())
     assert (env["data"], env["linear_backend"]) == ({"training_questions": 9}, "fp4_tiles")
     assert env["git_sha"] == sha
@@ -105,7 +106,7 @@ def test_no_secret_is_written(checkout: Path, run_dir: Path, monkeypatch: pytest
         "sweep": "adhoc/20260131-120000",
     }
     (run_dir / ".typed").write_text(json.dumps(typed))
-    environment.write_environment(run_dir, {})
+    RunDirectory(run_dir).write_environment({})
     env, diff = (run_dir / "env.json").read_text(), (run_dir / "code.diff").read_text()
     assert not [secret for secret in ("tok-123", "pw-456") if secret in env + diff]
     assert "http://***@host" in diff
@@ -116,10 +117,10 @@ def test_no_secret_is_written(checkout: Path, run_dir: Path, monkeypatch: pytest
 
 
 def test_a_resumed_run_keeps_its_first_environment(run_dir: Path) -> None:
-    environment.write_environment(run_dir, {})
+    RunDirectory(run_dir).write_environment({})
     first = (run_dir / "env.json").read_bytes()
-    environment.write_environment(run_dir, {})
-    environment.write_environment(run_dir, {})
+    RunDirectory(run_dir).write_environment({})
+    RunDirectory(run_dir).write_environment({})
     assert (run_dir / "env.json").read_bytes() == first
     names = ["code.2.diff", "code.3.diff", "code.diff", "env.2.json", "env.3.json", "env.json"]
     assert sorted(path.name for path in run_dir.iterdir()) == names
