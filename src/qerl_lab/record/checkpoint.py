@@ -134,7 +134,7 @@ def newest(folder: Path) -> Saved | None:
         path = candidates.pop()
         try:
             return load(path)
-        except ValueError as damage:
+        except (OSError, ValueError) as damage:
             instead = "using the previous one" if candidates else "there is no earlier one, so training starts again"
             print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
@@ -143,27 +143,18 @@ def newest(folder: Path) -> Saved | None:
 def load(path: Path) -> Saved:
     """Verify the checkpoint in the folder `path` and read its state.
 
-    Raises ValueError, saying what is wrong, if a file is missing or does not match its checksum.
+    Raises OSError if a file is missing, ValueError if one does not match its checksum.
     """
-    try:
-        digests = parse_json((path / MANIFEST).read_text())
-    except ValueError:
-        raise ValueError(f"{MANIFEST} is not JSON") from None
-    except OSError as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from None
+    digests = parse_json((path / MANIFEST).read_text())
     if not isinstance(digests, dict) or STATE not in digests:
         raise ValueError(f"{STATE} is not in {MANIFEST}")
     for name, digest in digests.items():
-        try:
-            found = sha256(path / name)
-        except OSError as error:
-            raise ValueError(f"{name} cannot be read: {error.strerror}") from None
-        if found != digest:
+        if sha256(path / name) != digest:
             raise ValueError(f"{name} does not match its checksum")
+    state = parse_json((path / STATE).read_text())
     try:
-        state = parse_json((path / STATE).read_text())
         return Saved(path, **{name: value for name, value in state.items() if name not in ONCE_SAVED})
-    except (ValueError, TypeError, AttributeError) as error:
+    except (TypeError, AttributeError) as error:
         raise ValueError(f"{STATE} is of another version: {error}") from None
 
 
