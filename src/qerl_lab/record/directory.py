@@ -69,11 +69,7 @@ class RunDirectory:
 
     def refuse_used(self) -> None:
         """Raise ConfigError unless the directory is missing or empty, so that two runs never share one."""
-        if not self.path.exists():
-            return
-        if not self.path.is_dir():
-            raise ConfigError(f"the run directory {self.path} is a file. Type run_dir=DIR with another name.")
-        if not any(self.path.iterdir()):
+        if not self.path.exists() or not any(self.path.iterdir()):
             return
         if (self.path / DONE).is_file():
             raise ConfigError(
@@ -113,8 +109,7 @@ class RunDirectory:
 
     def overrides(self) -> list[str]:
         """Return the command-line overrides (`key=value`) that concern this run; empty if not recorded."""
-        noted = next((path for name in (QUEUED, TYPED) if (path := self.path / name).exists()), None)
-        began = self.environment() or (read_json(noted, dict) if noted else {})
+        began = self.environment() or self._read_json(QUEUED, dict) or self._read_json(TYPED, dict)
         return list(began.get("words", []))
 
     @contextmanager
@@ -250,17 +245,11 @@ class RunDirectory:
     # --- configuration and resuming
 
     def config(self) -> RunConfig:
-        """Read and check resolved.yaml; set `run_dir` to where the directory is now.
-
-        Raises ConfigError if the file is missing, damaged or invalid, or lacks a key.
-        """
+        """Read and check resolved.yaml (see `resolved.read_config`)."""
         return resolved.read_config(self.path)
 
     def settings(self) -> dict[str, str]:
-        """Return the value of every key in resolved.yaml as text, by dotted key, whatever version of the lab wrote it.
-
-        Raises ConfigError if the file is missing, cannot be read or has no configuration.
-        """
+        """Return the value of every key in resolved.yaml as text (see `resolved.read_settings`)."""
         return resolved.read_settings(self.path)
 
     def config_text(self) -> str:
@@ -343,13 +332,13 @@ class RunDirectory:
         uses, or None. `micro_batch_size` is what the run takes, typed or chosen. The command comes from .typed, which
         is then deleted; without that file it is the command of this process.
         """
-        earlier, typed = len(list(self.path.glob("env*.json"))), self.path / TYPED
+        earlier, typed = len(list(self.path.glob("env*.json"))), self._read_json(TYPED, dict)
         number = f".{earlier + 1}" if earlier else ""
         (self.path / f"code{number}.diff").write_text(environment.code_diff(), encoding="utf-8")
-        found = environment.environment(Typed(**read_json(typed, dict)) if typed.exists() else None)
+        found = environment.environment(Typed(**typed) if typed else None)
         found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
         replace_file(self.path / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
-        typed.unlink(missing_ok=True)
+        (self.path / TYPED).unlink(missing_ok=True)
 
     def environment(self) -> dict[str, Any]:
         """Read env.json; empty if the run has not started."""

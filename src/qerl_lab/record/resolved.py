@@ -75,8 +75,5 @@ def _parse_values(run_dir: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}. {_REPLACE}") from None
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} holds no configuration: the run was stopped before it began, or the file is damaged. "
-            "Put it back as it was, or start a new run."
-        )
+        raise ConfigError(f"{path} holds no configuration. {_REPLACE}")
     return values
