@@ -16,7 +16,7 @@ from qerl_lab import aqn
 from qerl_lab.aqn import schedule, solver
 from qerl_lab.aqn.solver import Solution
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.evaluate import kl, noise_kl
+from qerl_lab.evaluate import kl
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.train.ranks import Ranks
@@ -133,7 +133,7 @@ def build_kl_measure(
 
     pairs = ranks.run_on_all(sample_own_texts, EngineFailed)
     batch_size = max(1, min(cfg.optim.completions_at_once, len(pairs) // cfg.aqn.solver.draws))
-    texts = noise_kl.clean_texts(policy, pairs, cfg.rollout.temperature, batch_size)
+    texts = kl.CleanTexts(policy, pairs, cfg.rollout.temperature, batch_size)
     tokens = sum(ranks.gather(texts.tokens))
 
     def mean_kl_of_noises(noises: list[aqn.Noise]) -> float:
