@@ -70,8 +70,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
 
     `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its 95% interval. `standard_error`
     covers variation between questions and draws; `standard_error_of_draws`, with two or more samples, covers asking the
-    same questions again. `answer_entropy`, in nats, is null with one sample. `unparsed` is omitted if the task does not
-    report it (NaN in `rows`).
+    same questions again. `answer_entropy`, in nats, is null with one sample.
     """
     samples, of_questions = int(rows["draw"].max()) + 1, scores(rows)
     mean, low, high = share_interval(of_questions.to_numpy(), samples)
@@ -91,7 +90,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
         "format": float(rows["format"].mean()),
         "completion_tokens": float(rows["tokens"].mean()),
         "truncated": float(rows["truncated"].mean()),
-    } | ({"unparsed": float(rows["unparsed"].mean())} if "unparsed" in rows and rows["unparsed"].notna().all() else {})
+    }
 
 
 def summarize_each(rows: pd.DataFrame) -> list[Summary]:

@@ -77,17 +77,9 @@ def test_a_partly_right_sample_counts_for_the_mean_and_not_for_a_pass() -> None:
 
 
 def test_one_sample_has_no_error_of_draws_and_one_question_no_error() -> None:
-    one = summarize(answers([[1.0]], unparsed=1.0))
-    assert (one["standard_error"], one["standard_error_of_draws"], one["unparsed"]) == (None, None, 1.0)
+    one = summarize(answers([[1.0]]))
+    assert (one["standard_error"], one["standard_error_of_draws"]) == (None, None)
     assert "-" in table(summarize_each(answers([[1.0]]))).splitlines()[1].split()
-
-
-def test_only_a_benchmark_that_says_what_it_could_not_read_has_a_number_of_it() -> None:
-    """Together in one file the rows of the other hold NaN there, which no JSON does."""
-    rows = pd.concat([answers([[1.0], [0.0]], "math500", unparsed=1.0), answers([[1.0], [0.0]], "code")])
-    math500, code = summarize_each(rows)
-    assert math500["unparsed"] == 1.0
-    assert "unparsed" not in code
 
 
 def test_the_table_has_a_row_a_benchmark_and_engine() -> None:
