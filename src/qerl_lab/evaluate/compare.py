@@ -17,7 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_override
 from qerl_lab.evaluate import summary
 from qerl_lab.evaluate.evaluate_options import BY_TASK
-from qerl_lab.evaluate.summary import ABOUT, COMMON, GROUP, OWN, ROWS, SCHEMA, TRAINED_ON
+from qerl_lab.evaluate.summary import ABOUT, COMMON, GROUP, OWN, ROWS, SCHEMA
 from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
@@ -110,7 +110,7 @@ def read_arm(path: str) -> dict[int, Evaluated]:
         first, seed = next(iter(found.values())).about if found else about, int(about["run_seed"])
         mine, others = identity_of(about), identity_of(first)
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
-        differ += differing_keys(about.get("arm"), first.get("arm"))
+        differ += differing_keys(about["arm"], first["arm"])
         if seed in found or differ:
             why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {seed}, as the run has it"
             raise ConfigError(
@@ -122,23 +122,17 @@ def read_arm(path: str) -> dict[int, Evaluated]:
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that identify an evaluation from its evaluation.json, always with `grading`.
-
-    evaluation.json leaves `grading` out if it is the default.
-    """
+    """Return the settings that identify an evaluation; evaluation.json leaves `grading` out if it is the default."""
     return {"grading": BY_TASK} | about["identity"]
 
 
-def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
-    """Return, sorted, the settings in which two runs' arms differ; none if one is None, as in older evaluations.
+def differing_keys(mine: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Return, sorted, the settings in which two runs' arms differ. Training questions are compared by hash, not path.
 
-    Arms map dotted keys to values as text. Training questions are compared by hash if both arms have one, else by path.
+    Arms map dotted keys to values as text; they are empty for a model alone.
     """
-    if mine is None or others is None:
-        return []
     mine, others = (settings_of_arm(fill_added_keys(arm)) for arm in (mine, others))
-    idle = "task.path" if TRAINED_ON in mine and TRAINED_ON in others else TRAINED_ON
-    return sorted(key for key in {*mine, *others} - {idle} if mine.get(key) != others.get(key))
+    return sorted(key for key in {*mine, *others} - {"task.path"} if mine.get(key) != others.get(key))
 
 
 def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
@@ -251,9 +245,9 @@ def table(compared: list[Difference]) -> str:
     head = ["benchmark", "engine", *(["sampling"] if shows_sampling else []), "measure", "questions", "A", "B"]
     rows = [[*head, "B - A, 95% interval", "p"]]
     for difference in compared:
-        mean, low, high = difference.interval()
+        (mean, low, high), p = difference.interval(), difference.p
         cells = [difference.benchmark, difference.engine, *([difference.sampling] if shows_sampling else [])]
         cells += [difference.measure, f"{difference.by_question.shape[1]:,}"]
         cells += [f"{difference.mean_a:.3f}", f"{difference.mean_b:.3f}", f"{mean:+.3f} {format_interval(low, high)}"]
-        rows.append([*cells, f"{difference.p:.3f}" if difference.p >= 0.001 else f"{difference.p:.1g}"])
+        rows.append([*cells, f"{p:.3f}" if p >= 0.001 else f"{p:.1g}"])
     return columns(rows)

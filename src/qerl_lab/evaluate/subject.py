@@ -19,7 +19,6 @@ from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions, requested_run
-from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.dense import dense_tensors
@@ -94,8 +93,7 @@ def _resolve_run(options: AccuracyOptions) -> Subject:
     if not options.adapter:
         return Subject(f"{said}, its base alone", cfg, run_seed=cfg.seed, day=day)
     arm = settings_of_arm(as_recorded(cfg))
-    trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
-    arm |= {TRAINED_ON: trained_on} if trained_on else {}
+    arm["training_sha256"] = directory.environment().get("data", {}).get("training_sha256", "")
     if cfg.trains_all:
         base, cfg.model = cfg.model, replace(cfg.model, path=str(directory.model), revision=None, hash=None)
         return Subject(said, cfg, base=base, run_seed=cfg.seed, arm=arm, day=day)

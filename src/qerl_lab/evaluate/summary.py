@@ -23,7 +23,6 @@ from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 Summary = dict[str, Any]
 OWN, COMMON = "own", "common"
 SCHEMA = 2  # version of the files ROWS and ABOUT
-TRAINED_ON = "training_sha256"  # key for the hash of a run's training questions, stored with its arm
 ROWS, ABOUT = "eval.parquet", "evaluation.json"
 GROUP = ["benchmark", "engine", "sampling"]  # columns of `rows` that say which answers are summarized together
 

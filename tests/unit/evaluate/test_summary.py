@@ -104,7 +104,7 @@ def write(
         "run_seed": seed if run_seed is None else run_seed,
         "own_is_common": dense, "benchmarks": {name: {} for name in rows["benchmark"].unique()}, "environment": {},
     }  # fmt: skip
-    (folder / ABOUT).write_text(json.dumps(about | ({"arm": arm} if arm else {})))
+    (folder / ABOUT).write_text(json.dumps(about | {"arm": arm or {}}))
     rows.to_parquet(folder / ROWS)
     return str(folder)
 
@@ -148,7 +148,7 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
     """The questions count by content; a key that came since says what every run did before."""
     arms: list[dict[str, str]] = [
         {"task.path": "/one/gsm8k", "training_sha256": "a"}, {"task.path": "/two/gsm8k", "training_sha256": "a"},
-        {"task.path": "/one/gsm8k", "training_sha256": "b"}, {"task.path": "/one/gsm8k"},
+        {"task.path": "/one/gsm8k", "training_sha256": "b"},
     ]  # fmt: skip
     engine = {"rollout.engine": "vllm"}
     with_key = engine | {"rollout.vllm.sleep": "False"}
@@ -156,8 +156,7 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
     assert trained(arms[0] | with_key, arms[1] | engine) == []
     assert trained(arms[0] | with_key, arms[1] | engine | {"rollout.vllm.sleep": "True"}) == ["rollout.vllm.sleep"]
     assert trained(arms[0], arms[2]) == ["training_sha256"]
-    assert (trained(arms[0], arms[3]), trained(arms[1], arms[3])) == ([], ["task.path"])
-    assert (trained({}, {}), trained(None, arms[0]), bool(trained({}, arms[0]))) == ([], [], True)  # a base alone
+    assert (trained({}, {}), bool(trained({}, arms[0]))) == ([], True)  # a base alone
 
 
 def test_other_draws_are_said(tmp_path: Path) -> None:
