@@ -40,32 +40,23 @@ class WandbMirror:
         )
         self._first = self._run.step  # first step to send: 0, or the one after the last step in W&B
 
-    def update(self) -> int:
-        """Log new lines of metrics.jsonl to W&B, skipping steps already logged there.
-
-        Returns the number of new lines, skipped ones included.
-        """
+    def update(self) -> None:
+        """Log new lines of metrics.jsonl to W&B, skipping steps already logged there."""
         lines, self._offset = self._directory.metrics_from(self._offset)
         for line in lines:
             if line["step"] >= self._first:
                 self._run.log(line["metrics"], step=line["step"])
-        return len(lines)
 
-    def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
-        """Store the artifacts and the headline numbers `result`, and end the W&B run; return the number of artifacts.
-
-        The exit code of the W&B run says `status`. `end_time` is not used.
-        """
+    def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> None:
+        """Store the artifacts and the headline numbers `result`, and end the W&B run with the exit code of `status`."""
         import wandb
 
-        artifacts = self._directory.artifacts()
         record = wandb.Artifact(f"record-{self._run.id}", type="record")
-        for path in artifacts:
+        for path in self._directory.artifacts():
             record.add_file(str(path))
         self._run.log_artifact(record)
         self._run.summary.update(dict(result))
         self._run.finish(exit_code=EXIT_CODES[status])
-        return len(artifacts)
 
 
 def _is_logged_in() -> bool:
