@@ -46,10 +46,9 @@ class Saved:
     micro_batch_size: int | None = None
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
-        """Raise ConfigError if `cfg` differs from the configuration that the checkpoint was trained with.
+        """Raise ConfigError if `cfg`, read from the file `where`, is not the configuration that the checkpoint has.
 
-        `where` is the file that `cfg` was read from; the message names it. A larger number of steps is allowed if the
-        run was extended after this checkpoint.
+        A larger number of steps is allowed if the run was extended after this checkpoint.
         """
         then, now = drop_removed_keys({**ADDED, **self.config}), settings_of_run(cfg)
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension

@@ -237,10 +237,7 @@ def metrics_table() -> str:
 
 
 def declared_metrics(parts: Iterable[str] = ()) -> dict[str, Metric]:
-    """Return all metrics of a run: METRICS, with `reward/<part>` replaced by one metric for each of `parts`.
-
-    Raises ValueError if a part has the name of another reward metric, such as "mean".
-    """
+    """Return all metrics of a run: METRICS, with `reward/<part>` replaced by one metric for each of `parts`."""
     of_parts = {PART.replace("<part>", part): METRICS[PART] for part in parts}
     if taken := of_parts.keys() & METRICS.keys():
         raise ValueError(f"a part of the reward is called {sorted(taken)}, which is another metric")
@@ -260,8 +257,7 @@ class MetricsLine(TypedDict):
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
     """Encode one line of metrics.jsonl, with the current time in Unix seconds; NaN and infinity become null."""
-    values = {name: float(value) for name, value in metrics.items()}
-    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
     return json.dumps({"step": int(step), "time": time.time(), "metrics": finite}, allow_nan=False).encode() + b"\n"
 
 
@@ -278,10 +274,10 @@ METRICS_FILE = LineFile("metrics.jsonl", "a metrics record", _decode_line)
 
 
 def check_steps(lines: Iterable[MetricsLine], steps: int) -> None:
-    """Raise ConfigError unless every step from 1 to `steps` has exactly one training line in `lines`.
+    """Raise ConfigError unless each step up to `steps`, or up to the last in `lines`, has exactly one training line.
 
-    Checks up to the last step in `lines` if that is later. A training line has a metric outside of eval/. Duplicates
-    mean that two processes wrote the file, which can happen on a file system without locks.
+    A training line has a metric outside of eval/. Duplicates mean that two processes wrote the file, which can happen
+    on a file system without locks.
     """
     found = Counter(line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"]))
     steps = max(steps, *found, 0)
