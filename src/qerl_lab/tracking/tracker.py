@@ -43,10 +43,7 @@ class Follower:
         self.thread.start()
 
     def finish(self, status: Status, result: Mapping[str, Any]) -> None:
-        """Let the thread send the rest of the record and end the store's run as `status`.
-
-        Waits at most FINISH_SECONDS, and prints a message if the store gave no answer by then.
-        """
+        """Let the thread send the rest of the record and end the store's run as `status`, in FINISH_SECONDS at most."""
         self._ending = (status, result, time.time())
         self._stop.set()
         self.thread.join(FINISH_SECONDS)
@@ -136,10 +133,7 @@ class Tracker:
         return Mirrored(str(noted.get("uri")), noted.get("experiment_id"), self._mlflow.is_whole)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a step's metrics, by name, to metrics.jsonl.
-
-        Raises ValueError for a name that is not declared, OSError if the disk is full.
-        """
+        """Append a step's metrics, by name, to metrics.jsonl. Raises ValueError for a name that is not declared."""
         for name in metrics:
             if name not in self._declared:
                 hint = did_you_mean(name, list(self._declared))
@@ -147,9 +141,6 @@ class Tracker:
         self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Send the rest of the record and the headline numbers `result` to every store, and end the stores' runs.
-
-        `status` says how they end. Waits at most FINISH_SECONDS for each store.
-        """
+        """Send the rest of the record and the headline numbers `result` to every store, and end its run as `status`."""
         for follower in self._followers:
             follower.finish(status, result or {})
