@@ -76,10 +76,7 @@ class Evaluation:
     entropy: float | None
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Return the metrics for metrics.jsonl, with names that begin with `prefix`: means over questions, and entropy.
-
-        Without `entropy` this metric is left out.
-        """
+        """Return metrics for metrics.jsonl, with names that begin with `prefix`: means over questions, and entropy."""
         means = {f"{prefix}{metric}": float(self.rows[column].mean()) for column, metric in METRICS.items()}
         return means if self.entropy is None else means | {f"{prefix}entropy_nats": self.entropy}
 

@@ -43,8 +43,7 @@ def run(options: AccuracyOptions) -> None:
     """Evaluate a run or model on benchmarks: ask, grade, write and print. If the results exist, only print them.
 
     The results go to `options.out`; if not given, to a folder below the run or evaluations/ that is named by a hash of
-    the settings. Raises ConfigError if the run or model cannot be evaluated, a benchmark cannot be read, or the folder
-    holds other results; ValueError if the engine failed (finished parts are kept); OSError if a file cannot be written.
+    the settings. Raises ConfigError if that cannot be done, ValueError if the engine failed (finished parts are kept).
     """
     chosen = subject.resolve_subject(options)
     tasks = benchmarks.load_benchmarks(options, chosen.cfg)
@@ -182,7 +181,7 @@ def write_results(
 ) -> None:  # fmt: skip
     """Merge the answers in the folder `unfinished` into eval.parquet, write evaluation.json, and rename the folder.
 
-    `too_long` has the number of questions left out by benchmark, `seconds` is the time taken.
+    `too_long` has the number of questions left out of each benchmark.
     """
     cfg, folder = chosen.cfg, unfinished.folder
     files = sorted(folder.glob("*-*-*.parquet"))
@@ -218,10 +217,7 @@ def write_results(
 
 
 def print_results(folder: Path, state: str) -> None:
-    """Print the settings, table and notes of the finished evaluation in `folder`.
-
-    The first line says what was evaluated, then `state`: "is evaluated" or "was evaluated before".
-    """
+    """Print settings, table and notes of an evaluation. `state` is "is evaluated" or "was evaluated before"."""
     about = read_json(folder / ABOUT, dict)
     identity = about["identity"]
     print(f"{about['subject']} {state}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")

@@ -11,11 +11,7 @@ from qerl_lab.tasks.question_files import reword_path_error
 
 
 def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
-    """Load the tasks named in `options.benchmarks`; the field `heldout` of each holds the questions to ask.
-
-    If none is named, loads the run's own task (`cfg.task`). Raises ConfigError if a task cannot be read or has no
-    questions.
-    """
+    """Load the tasks in `options.benchmarks`, or if none is named the run's own; `heldout` has the questions to ask."""
     found, own = [], cfg.task if options.run else None
     for chosen in [task_config(own, *split_name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
         if options.instruction is not None:
@@ -28,10 +24,7 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
 
 
 def load_questions(cfg: TaskConfig, before: str) -> Task:
-    """Load a task for evaluation. Raises ConfigError if the questions cannot be read.
-
-    The message names the option as typed on the command line, `before`, such as "benchmarks=gsm8k:".
-    """
+    """Load a task for evaluation. Errors name the option as it was typed, `before`, such as "benchmarks=gsm8k:"."""
     try:
         return tasks.load(cfg, training=None)
     except ConfigError as error:
@@ -41,9 +34,8 @@ def load_questions(cfg: TaskConfig, before: str) -> Task:
 def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
     """Return the configuration of the benchmark `name`, with its questions in `path`.
 
-    It is `run_task` if that has this name and is no task.module, else conf/task/NAME.yaml. If the YAML has no
-    instruction, that of `run_task` is used. With `path` None the questions come from the path of `run_task`, or for a
-    YAML from the task's own source.
+    It is `run_task` if that has this name and is no task.module, with its own path if `path` is None. Else it is
+    conf/task/NAME.yaml, with the instruction of `run_task` if it has none.
     """
     if run_task is not None and name == run_task.name and not run_task.module:
         return replace(run_task, path=path or run_task.path)

@@ -82,10 +82,7 @@ def linear_of(texts: Texts, layer: str) -> tuple[Tensor, Tensor]:
 
 
 def packed_model(model: str, weight_format: Format, device: torch.device) -> PreTrainedModel:
-    """Load the dense model `model` (hub id, directory, GGUF file or `pocket`), all but lm_head in `weight_format`.
-
-    Raises ValueError if the model cannot be loaded or packed.
-    """
+    """Load the dense model `model` (hub id, directory, GGUF file or `pocket`), all but lm_head in `weight_format`."""
     folder, cfg = local_folder(model, None, key="model"), RunConfig()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     packed_as = PackedAs(weight_format, tuple(cfg.format.ignore))
@@ -94,10 +91,7 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
 
 
 def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:
-    """Tabulate bits per weight, KL to the dense policy and entropy, a row per format.
-
-    `model` is the dense model that sampled `texts`.
-    """
+    """Tabulate bits per weight, KL and entropy of `model`, which sampled `texts`, in a row per format."""
     rows = []
     for weight_format in weight_formats:
         packed = packed_model(model, weight_format, texts.states.device)
@@ -133,10 +127,7 @@ def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataF
 
 
 def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Return entropy of the dense policy with noise and KL(noisy || clean) at each completion token.
-
-    Both are float64 [T], on the CPU.
-    """
+    """Return entropy with noise and KL(noisy || clean) of the dense policy: float64 [T], on the CPU."""
     dense = texts.policy
     with dense.as_sampler(noise.onto_norms(dense.clean_norms)):
         return compare_to_dense(texts.model, texts)

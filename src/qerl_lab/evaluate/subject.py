@@ -49,10 +49,9 @@ class Subject:
 
 
 def resolve_subject(options: AccuracyOptions) -> Subject:
-    """Return what to evaluate: the run `options.run` or the model `options.model`.
+    """Return what to evaluate: `options.run` or `options.model`. Options that are not None replace the run's settings.
 
-    Other options that are not None replace the settings of the run. Raises ConfigError if the run or model is missing
-    or does not fit the options.
+    Raises ConfigError if the run or model is missing or does not fit the options.
     """
     found = _resolve_run(options) if options.run else _resolve_model(options)
     cfg = found.cfg
@@ -101,10 +100,7 @@ def _resolve_run(options: AccuracyOptions) -> Subject:
 
 
 def _resolve_model(options: AccuracyOptions) -> Subject:
-    """Return the subject of `model=`: a packed model in its own format, a dense one in `options.format`, or else bf16.
-
-    Raises ConfigError if a packed model has another format than `options.format`.
-    """
+    """Return the subject of `model=`: a packed model in its own format, a dense one in `options.format` or bf16."""
     cfg, said = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
     on_disk.check_files(folder, said)
