@@ -79,7 +79,36 @@ def run(options: AccuracyOptions) -> None:
                 started = time.time()
                 too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, learner, sampler, unfinished)
                 seconds += time.time() - started
-        write_results(options, chosen, tasks, identity, too_long, seconds, unfinished)
+        files = sorted(unfinished.folder.glob("*-*-*.parquet"))
+        rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+        rows = rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)  # own before common
+        cfg, notes = chosen.cfg, list[str]()
+        for task in tasks:
+            notes += [f"{task.name}: {line}" for line in task.warnings]
+            if count := too_long[task.name]:
+                limit = f"max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
+                notes.append(f"{task.name}: {count} questions are longer than {limit}, and left out")
+        if options.common and chosen.is_dense:
+            notes.append(f"its own engine is the common one: {cfg.format.name} is dense")
+        about = {
+            "schema": SCHEMA,
+            "identity": identity,
+            "subject": chosen.said,
+            "model": {"path": cfg.model.path, "revision": cfg.model.revision},
+            "run_seed": chosen.run_seed,
+            "arm": chosen.arm,
+            "own_is_common": chosen.is_dense,
+            "notes": notes,
+            "benchmarks": {name: data | {"too_long": too_long[name]} for name, data in identity["benchmarks"].items()},
+            "results": summary.summarize_each(rows),
+            "seconds": round(seconds, 1),
+            "environment": environment(),
+        }
+        replace_file(unfinished.folder / ROWS, rows.to_parquet(index=False))
+        replace_file(unfinished.folder / ABOUT, strict_json(about))
+        for file in files:
+            file.unlink()
+        unfinished.finish()
     print_results(out, "is evaluated")
 
 
@@ -173,47 +202,6 @@ def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> 
     """
     finals = [final_answer(completion) or "" for completion in completions]
     return [float(final[:1] == answer[:1] != "") for final, answer in zip(finals, answers, strict=True)]
-
-
-def write_results(
-    options: AccuracyOptions, chosen: Subject, tasks: Sequence[Task], identity: Mapping[str, Any],
-    too_long: Mapping[str, int], seconds: float, unfinished: Unfinished,
-) -> None:  # fmt: skip
-    """Merge the answers in the folder `unfinished` into eval.parquet, write evaluation.json, and rename the folder.
-
-    `too_long` has the number of questions left out of each benchmark.
-    """
-    cfg, folder = chosen.cfg, unfinished.folder
-    files = sorted(folder.glob("*-*-*.parquet"))
-    rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
-    rows = rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)  # own before common
-    notes = []
-    for task in tasks:
-        notes += [f"{task.name}: {line}" for line in task.warnings]
-        if count := too_long[task.name]:
-            limit = f"max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
-            notes.append(f"{task.name}: {count} questions are longer than {limit}, and left out")
-    if options.common and chosen.is_dense:
-        notes.append(f"its own engine is the common one: {cfg.format.name} is dense")
-    about = {
-        "schema": SCHEMA,
-        "identity": identity,
-        "subject": chosen.said,
-        "model": {"path": cfg.model.path, "revision": cfg.model.revision},
-        "run_seed": chosen.run_seed,
-        "arm": chosen.arm,
-        "own_is_common": chosen.is_dense,
-        "notes": notes,
-        "benchmarks": {name: data | {"too_long": too_long[name]} for name, data in identity["benchmarks"].items()},
-        "results": summary.summarize_each(rows),
-        "seconds": round(seconds, 1),
-        "environment": environment(),
-    }
-    replace_file(folder / ROWS, rows.to_parquet(index=False))
-    replace_file(folder / ABOUT, strict_json(about))
-    for file in files:
-        file.unlink()
-    unfinished.finish()
 
 
 def print_results(folder: Path, state: str) -> None:
