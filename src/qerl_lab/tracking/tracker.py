@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from qerl_lab.config.message import first_line
-from qerl_lab.config.option import did_you_mean
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
@@ -134,10 +133,8 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a step's metrics, by name, to metrics.jsonl. Raises ValueError for a name that is not declared."""
-        for name in metrics:
-            if name not in self._declared:
-                hint = did_you_mean(name, list(self._declared))
-                raise ValueError(f"{name!r} is not a metric.{hint} Declare it in metrics.METRICS.")
+        if unknown := metrics.keys() - self._declared.keys():
+            raise ValueError(f"{sorted(unknown)} are not declared in metrics.METRICS")
         self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:

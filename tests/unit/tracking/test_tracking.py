@@ -39,9 +39,9 @@ def steps(run_dir: Path) -> list[int]:
 def test_a_task_names_the_parts_of_its_reward_and_no_other_is_logged(cfg: RunConfig, tmp_path: Path) -> None:
     tracker = Tracker(cfg, RunDirectory(tmp_path), parts=["format", "tests_passed"])
     tracker.log(1, {"reward/format": 0.2, "reward/tests_passed": 1.0})
-    with pytest.raises(ValueError, match=r"reward/test_passed.*Did you mean reward/tests_passed\?"):
+    with pytest.raises(ValueError, match=r"'reward/test_passed'\] are not declared"):
         tracker.log(2, {"reward/std": 0.0, "reward/test_passed": 1.0})
-    with pytest.raises(ValueError, match="'reward/<part>' is not a metric"):
+    with pytest.raises(ValueError, match=r"'reward/<part>'\] are not declared"):
         tracker.log(2, {"reward/<part>": 1.0})
     assert steps(tmp_path) == [1]
     with pytest.raises(ValueError, match=r"called \['reward/std'\], which is another metric"):
