@@ -75,20 +75,12 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
 
 
 def test_the_released_codes_grading_counts_the_first_character(run_dir, tmp_path, capsys) -> None:
-    """The same completions, which the two gradings share, in a directory of its own; `compare` names the difference."""
-    words = ["questions=8", "samples=2", "max_completion_tokens=40"]
-    assert go(f"run={run_dir}", *words, f"out={tmp_path / 'task'}") == 0
-    assert go(f"run={run_dir}", *words, "grading=first_character", f"out={tmp_path / 'character'}") == 0
+    words = ["questions=4", "samples=2", "max_completion_tokens=40", "grading=first_character"]
+    assert go(f"run={run_dir}", *words, f"out={tmp_path / 'out'}") == 0
     assert "grading: by first character" in capsys.readouterr().out
-    (rows, about), (others, _) = read(tmp_path / "character"), read(tmp_path / "task")
-    assert rows["completion"].tolist() == others["completion"].tolist()
+    rows, about = read(tmp_path / "out")
     assert rows["accuracy"].tolist() == accuracy_run.same_first_character(rows["completion"], rows["answer"])
     assert about["identity"]["grading"] == "first_character"
-    assert evaluate.main(["compare", str(tmp_path / "task"), str(tmp_path / "character")]) == 0
-    assert "grading=task and first_character" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_first_character_is_right_or_wrong() -> None:
     said = [f"<think>a</think><answer>{answer}</answer>" for answer in ("16", "18", " 18", "28", "", "$18")] + ["18"]
     assert accuracy_run.same_first_character(said, ["18"] * 7) == [1, 1, 1, 0, 0, 0, 0]
 
@@ -107,7 +99,7 @@ def test_a_run_is_asked_as_it_evaluates_itself_unless_another_sampling_is_typed(
 
 def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, capsys) -> None:
     words = [f"run={run_dir}", "questions=3", "samples=1"]
-    for further, count in (([], 1), (["seed=5"], 2), (["temperature=0"], 3), ([], 3)):
+    for further, count in (([], 1), (["temperature=0"], 2), ([], 2)):
         assert go(*words, *further) == 0
         assert len(list((run_dir / "evaluations").iterdir())) == count
     assert "was evaluated before" in capsys.readouterr().out

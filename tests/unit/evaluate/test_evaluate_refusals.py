@@ -4,8 +4,6 @@ import pytest
 
 from qerl_lab.evaluate import __main__ as evaluate
 
-EXAMPLE = "Type for example sigmas=["
-
 
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -20,24 +18,17 @@ EXAMPLE = "Type for example sigmas=["
         ("accuracy model=nowhere/at/all benchmarks=gsm8k", "model=nowhere/at/all is no directory"),
         ("accuracy model=pocket benchmarks=gsm8k:/nowhere", "Type benchmarks=gsm8k:DIRECTORY"),
         ("accuracy model=pocket benchmarks=gsm8k:/no.jsonl", "gsm8k:/no.jsonl is not there; allowed: a directory"),
-        ("accuracy model=pocket benchmarks=gsm8k rollout=vlm", "Did you mean vllm?"),
-        ("accuracy model=pocket benchmarks=gsm8k format=int3", "format=int3 is not allowed; allowed: bf16, fp8,"),
         ("accuracy model=pocket benchmarks=gsm8k:", "it names no path after the colon. Type gsm8k alone"),
         ("accuracy model=pocket benchmarks=arithmetic:x", "arithmetic makes its own questions. Type arithmetic alone"),
         ("accuracy model=pocket benchmarks=arithmetic max_completion_tokens=2048", "Type max_completion_tokens=1024."),
         ("compare a", "given: a; allowed: two directories, A and B."),
         ("entropy formats=fp5", "fp5 in formats=[fp5] is not allowed; allowed: all, bf16, fp8, mxfp4, nf4, nvfp4."),
         ("entropy prompts=gsm8", "prompts=gsm8 is no task; allowed: "),
-        ("entropy formats=[]", "formats=[] leaves nothing to compare with the dense model"),
-        ("entropy formats=bf16", "formats=[bf16] leaves nothing to compare with the dense model"),
-        ("entropy prompts=arithmetic:x", "because arithmetic makes its own questions"),
-        ("entropy model=nowhere/at/all", "model=nowhere/at/all is no directory"),
         ("entropy questions=1", "questions=1 is not allowed; allowed: at least 2."),
-        ("sigma sigmas=[abc]", f"sigmas=[abc] is not allowed; allowed: a list of numbers. {EXAMPLE}"),
-        ("sigma sigmas=[]", f"sigmas=[] is empty; allowed: numbers above 0. {EXAMPLE}"),
-        ("sigma sigmas=[0.1,0]", f"0.0 in sigmas=[0.1,0.0] is not allowed; allowed: above 0. {EXAMPLE}"),
-        ("sigma sigmas=[nan]", f"nan in sigmas=[nan] is not allowed; allowed: a finite number. {EXAMPLE}"),
-        ("sigma sigmas=[0.1,inf]", f"inf in sigmas=[0.1,inf] is not allowed; allowed: a finite number. {EXAMPLE}"),
+        ("entropy formats=bf16", "formats=[bf16] leaves nothing to compare with the dense model"),
+        ("sigma sigmas=[abc]", "sigmas=[abc] is not allowed; allowed: a list of numbers. Type for example"),
+        ("sigma sigmas=[0.1,inf]", "inf in sigmas=[0.1,inf] is not allowed; allowed: a finite number. Type for"),
+        ("sigma sigmas=[]", "sigmas=[] is empty; allowed: numbers above 0. Type for example"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,21 +159,16 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
     assert (trained({}, {}), bool(trained({}, arms[0]))) == ([], True)  # a base alone
 
 
-def test_other_draws_are_said(tmp_path: Path) -> None:
-    folders = [write(tmp_path / str(draw), answers(A), run_seed=1, seed=draw) for draw in (1, 5)]
-    assert compare.pair_evaluations(*map(compare.read_arm, folders))[1] == [
-        "A and B ran with seed=1 and 5: part of the differences is theirs, also in engine=common"
-    ]
-
-
-def test_two_engines_or_machines_are_said(tmp_path: Path) -> None:
-    """Of a dense A `common` is its own engine: here vLLM on a GPU, against transformers on a CPU."""
-    mine, theirs = {"rollout": "vllm", "device": "cuda"}, {"rollout": "transformers", "device": "cpu"}
-    folders = [write(tmp_path / name, answers(A), **how) for name, how in (("a", mine), ("b", theirs), ("c", mine))]
-    a, b, c = (compare.read_arm(folder) for folder in folders)
+def test_what_ran_otherwise_is_said(tmp_path: Path) -> None:
+    """Of a dense A `common` is its own engine: here vLLM on a GPU, against transformers on a CPU, and another draw."""
+    mine, theirs = {"rollout": "vllm", "device": "cuda"}, {"rollout": "transformers", "device": "cpu", "seed": 5}
+    hows = {"a": mine, "b": {"run_seed": 0} | theirs, "c": mine}
+    a, b, c = (compare.read_arm(write(tmp_path / name, answers(A), **how)) for name, how in hows.items())
     assert compare.pair_evaluations(a, c)[1] == []
-    (note,) = compare.pair_evaluations(a, b)[1]
-    assert note.startswith("A and B ran with rollout=vllm and transformers, device=cuda and cpu: part of the diff")
+    assert compare.pair_evaluations(a, b)[1] == [
+        "A and B ran with seed=0 and 5, rollout=vllm and transformers, device=cuda and cpu: part of the differences is "
+        "theirs, also in engine=common"
+    ]
 
 
 def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
@@ -260,6 +255,8 @@ def test_answers_without_completions_have_no_entropy(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_table(tmp_path: Path, capsys) -> None:
-    a, b = write(tmp_path / "a", answers(A)), write(tmp_path / "b", answers(B))
+    a, b = write(tmp_path / "a", answers(A)), write(tmp_path / "b", answers(B), grading="first_character")
     assert evaluate.main(["compare", a, b]) == 0
-    assert "+0.125 [" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "+0.125 [" in out
+    assert "grading=task and first_character" in " ".join(out.split())
