@@ -116,16 +116,6 @@ def test_no_secret_is_written(checkout: Path, run_dir: Path, monkeypatch: pytest
     assert began["sweep"] == "adhoc/20260131-120000"
 
 
-def test_a_resumed_run_keeps_its_first_environment(run_dir: Path) -> None:
-    RunDirectory(run_dir).write_environment({})
-    first = (run_dir / "env.json").read_bytes()
-    RunDirectory(run_dir).write_environment({})
-    RunDirectory(run_dir).write_environment({})
-    assert (run_dir / "env.json").read_bytes() == first
-    names = ["code.2.diff", "code.3.diff", "code.diff", "env.2.json", "env.3.json", "env.json"]
-    assert sorted(path.name for path in run_dir.iterdir()) == names
-
-
 def test_gpus_are_named_with_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = types.SimpleNamespace(uuid="c0-ffee", name="NVIDIA H200", total_memory=141 * 2**30)
     cuda = types.SimpleNamespace(
