@@ -54,8 +54,11 @@ def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
     assert runs(db)[0].data.tags["mlflow.note.content"] == "look here"
 
 
-def test_a_store_is_where_its_run_was_typed(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_is_where_its_run_was_typed(
+    run_dir: Path, tmp_path: Path, empty_db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (typed_in := tmp_path / "a#b").mkdir()
+    shutil.copy(empty_db, typed_in)
     monkeypatch.chdir(typed_in)
     tracker = track(run_dir, None, range(1, 3))
     assert {path.name for path in typed_in.iterdir()} == {"mlflow.db", "mlruns"}
@@ -65,9 +68,9 @@ def test_a_store_is_where_its_run_was_typed(run_dir: Path, tmp_path: Path, monke
     assert "found run" in resync(RunDirectory(run_dir), printed)
     assert points(printed, RunDirectory(run_dir).mirror()["run_id"]) == recorded(run_dir)
     assert [*(typed_in / "mlruns").rglob("metrics.jsonl")]
-    store = f"sqlite:///{tmp_path}/not there yet/mine.db"  # one elsewhere is made, and keeps its files beside it
-    assert "created run" in resync(RunDirectory(run_dir), store)
-    assert [*(tmp_path / "not there yet" / "mlruns").rglob("metrics.jsonl")]
+    (elsewhere := tmp_path / "elsewhere").mkdir()  # a store there keeps its files beside it
+    assert "created run" in resync(RunDirectory(run_dir), sqlite_uri(Path(shutil.copy(empty_db, elsewhere))))
+    assert [*(elsewhere / "mlruns").rglob("metrics.jsonl")]
 
 
 def test_the_end_sends_the_last_lines_without_waiting_for_a_flush(
@@ -198,8 +201,8 @@ def test_a_database_whose_creation_was_killed_is_not_left_behind(here: Path, mon
 
     monkeypatch.setattr(mlflow, "MlflowClient", killed)
     with pytest.raises(KeyboardInterrupt):
-        mlflow_module.create_sqlite(f"sqlite:///{here}/mlflow.db")
-    assert list(here.iterdir()) == []
+        mlflow_module.create_sqlite(f"sqlite:///{here}/not there yet/mlflow.db")
+    assert [path.name for path in here.rglob("*")] == ["not there yet"]
 
 
 def test_a_database_that_another_run_made_first_stays(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
