@@ -22,7 +22,7 @@ from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.evaluate import benchmarks, subject, summary
+from qerl_lab.evaluate import subject, summary
 from qerl_lab.evaluate.accuracy import ask_questions, evaluation_seed
 from qerl_lab.evaluate.evaluate_options import BY_FIRST_CHARACTER, BY_TASK, SMALL, SMALL_SAMPLES, AccuracyOptions
 from qerl_lab.evaluate.subject import Subject
@@ -46,7 +46,7 @@ def run(options: AccuracyOptions) -> None:
     the settings. Raises ConfigError if that cannot be done, ValueError if the engine failed (finished parts are kept).
     """
     chosen = subject.resolve_subject(options)
-    tasks = benchmarks.load_benchmarks(options, chosen.cfg)
+    tasks = subject.load_benchmarks(options, chosen.cfg)
     for task in tasks:
         if options.grading == BY_FIRST_CHARACTER and not all(question.answer for question in task.heldout):
             raise ConfigError(

@@ -24,9 +24,9 @@ from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.evaluate import benchmarks, kl, weight_error
+from qerl_lab.evaluate import kl, weight_error
 from qerl_lab.evaluate.evaluate_options import EntropyOptions, split_name_and_path
-from qerl_lab.evaluate.subject import packed_format
+from qerl_lab.evaluate.subject import load_questions, packed_format, task_config
 from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable
@@ -144,7 +144,7 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
 def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
     """Sample one completion per prompt from the dense model at temperature 1, and measure the model on them."""
     name, path = split_name_and_path(options.prompts)
-    task = benchmarks.load_questions(benchmarks.task_config(None, name, path), f"prompts={name}:")
+    task = load_questions(task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device)
     prompts = [dense.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]

@@ -1,6 +1,7 @@
-"""Resolve what `evaluate accuracy` evaluates: a run or a model alone.
+"""Resolve what `evaluate accuracy` evaluates, a run or a model alone, and load the benchmarks that it is asked.
 
-Of a run it is the adapter on its base, the base alone, or with lora=full the model that the run trained.
+Of a run it is the adapter on its base, the base alone, or with lora=full the model that the run trained. A benchmark is
+a task with held-out questions, given as NAME or NAME:PATH.
 """
 
 import json
@@ -13,12 +14,12 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from qerl_lab import preflight
+from qerl_lab import preflight, tasks
 from qerl_lab.config import rules
 from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig
-from qerl_lab.evaluate.evaluate_options import AccuracyOptions, requested_run
+from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig, TaskConfig
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions, requested_run, split_name_and_path
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.dense import dense_tensors
@@ -26,6 +27,8 @@ from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import copy_companions, local_folder, read_json
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
+from qerl_lab.tasks import Task
+from qerl_lab.tasks.question_files import reword_path_error
 
 LONGEST = 4096  # completion tokens for a model without a run, if its context allows
 
@@ -155,3 +158,38 @@ def dequantized_subject(subject: Subject) -> Iterator[Subject]:
         model = replace(subject.cfg.model, path=str(folder), revision=None, hash=None)
         cfg = replace(subject.cfg, model=model, format=replace(subject.cfg.format, name=DENSE_FORMAT))
         yield replace(subject, cfg=cfg)
+
+
+def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
+    """Load the tasks in `options.benchmarks`, or if none is named the run's own; `heldout` has the questions to ask."""
+    found, own = [], cfg.task if options.run else None
+    for chosen in [task_config(own, *split_name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
+        if options.instruction is not None:
+            chosen = replace(chosen, instruction=options.instruction)
+        task = load_questions(chosen, f"benchmarks={chosen.name}:")
+        if not task.heldout:
+            raise ConfigError(f"{task.name} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
+        found.append(replace(task, heldout=task.heldout[: options.questions or None]))
+    return found
+
+
+def load_questions(cfg: TaskConfig, before: str) -> Task:
+    """Load a task for evaluation. Errors name the option as it was typed, `before`, such as "benchmarks=gsm8k:"."""
+    try:
+        return tasks.load(cfg, training=None)
+    except ConfigError as error:
+        raise error if cfg.module else reword_path_error(error, before) from error
+
+
+def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
+    """Return the configuration of the benchmark `name`, with its questions in `path`.
+
+    It is `run_task` if that has this name and is no task.module, with its own path if `path` is None. Else it is
+    conf/task/NAME.yaml, with the instruction of `run_task` if it has none.
+    """
+    if run_task is not None and name == run_task.name and not run_task.module:
+        return replace(run_task, path=path or run_task.path)
+    cfg = replace(tasks.read_task_config(name), path=path)
+    if run_task is not None and cfg.instruction == TaskConfig().instruction:  # the YAML has none
+        cfg.instruction = run_task.instruction
+    return cfg

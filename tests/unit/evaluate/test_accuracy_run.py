@@ -17,7 +17,7 @@ from qerl_lab import rollout, tasks
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
-from qerl_lab.evaluate import accuracy_run, benchmarks, subject
+from qerl_lab.evaluate import accuracy_run, subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model import policy
@@ -278,8 +278,8 @@ def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: P
         "def heldout(cfg): return [Question('a', 'Two?', '2'), Question('b', 'Three?', '3')]\n"
     )
     cfg = tiny(task__module=str(file))
-    (own,) = benchmarks.load_benchmarks(AccuracyOptions(run="x"), cfg)
-    (named,) = benchmarks.load_benchmarks(AccuracyOptions(run="x", benchmarks=["arithmetic"], questions=3), cfg)
+    (own,) = subject.load_benchmarks(AccuracyOptions(run="x"), cfg)
+    (named,) = subject.load_benchmarks(AccuracyOptions(run="x", benchmarks=["arithmetic"], questions=3), cfg)
     assert ([one.id for one in own.heldout], own.name) == (["a", "b"], "mine")
     assert (len(named.heldout), named.name) == (3, "arithmetic")
     assert own.instruction == cfg.task.instruction
