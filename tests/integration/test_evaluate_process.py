@@ -1,9 +1,5 @@
-"""`python -m qerl_lab.evaluate` as a process: on the embedded policy, and killed at the worst moments.
+"""`python -m qerl_lab.evaluate` killed at the worst moments, in forked processes (forked.py)."""
 
-Starting Python costs seconds, so the ones that are to be killed are forked (forked.py).
-"""
-
-import json
 import signal
 from functools import partial
 from pathlib import Path
@@ -11,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import forked
-from processes import run_module
 from qerl_lab.evaluate import __main__ as evaluate
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -40,16 +35,3 @@ def test_an_evaluation_that_is_killed_goes_on_and_ends_the_same(tmp_path: Path) 
     assert run(killed) == 0, (killed / "output.txt").read_text()
     assert (killed / "out" / "eval.parquet").read_bytes() == (whole / "out" / "eval.parquet").read_bytes()
     assert sorted(path.name for path in killed.iterdir()) == ["out", "output.txt"]
-
-
-def test_the_command_prints_a_table_and_writes_what_it_says(tmp_path: Path) -> None:
-    words = [word for word in WORDS if not word.startswith(("batch_size", "common", "format", "out"))]
-    done = run_module("qerl_lab.evaluate", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    head, row = done.stdout.split("\n\n")[1].splitlines()
-    assert head.split()[:4] == ["benchmark", "engine", "questions", "samples"]
-    assert row.split()[:4] == ["arithmetic", "own", "12", "2"]
-    (folder,) = (tmp_path / "evaluations" / "pocket").iterdir()
-    about = json.loads((folder / "evaluation.json").read_text())
-    assert f"{about['results'][0]['accuracy']:.3f}" in row
-    assert f"answers: evaluations/pocket/{folder.name}" in done.stdout

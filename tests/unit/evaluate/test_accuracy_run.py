@@ -192,12 +192,18 @@ def test_questions_that_are_too_long_are_counted(capsys, tmp_path) -> None:
     assert "max_prompt_tokens=4 leaves out all 2 questions of math500" in capsys.readouterr().err
 
 
-def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys) -> None:
+def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     packed = tmp_path / "packed"
     assert quantize.main(["model=pocket", "format=mxfp4", "quality=weights", "device=cpu", f"out={packed}"]) == 0
     words = [f"model={packed}", "benchmarks=arithmetic", "questions=2", "samples=1", "max_completion_tokens=4"]
-    assert go(*words, f"out={tmp_path / 'out'}") == 0
-    assert "in mxfp4 is evaluated" in capsys.readouterr().out
+    assert go(*words) == 0
+    out, (folder,) = capsys.readouterr().out, (tmp_path / "evaluations" / "packed").iterdir()
+    assert "in mxfp4 is evaluated" in out
+    assert f"answers: evaluations/packed/{folder.name}" in out
+    head, row = out.split("\n\n")[-2].splitlines()
+    assert head.split()[:4] == ["benchmark", "engine", "questions", "samples"]
+    assert row.split()[:5] == ["arithmetic", "own", "2", "1", f"{read(folder)[1]['results'][0]['accuracy']:.3f}"]
     assert go(*words, "format=nvfp4") == 2
     assert "is packed in mxfp4, and format=nvfp4 was given. Leave format out, or" in capsys.readouterr().err
 
