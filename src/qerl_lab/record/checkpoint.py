@@ -28,22 +28,14 @@ ONCE_SAVED = ("run_key", "device", "dtype")  # keys that only older checkpoints 
 
 @dataclass(frozen=True)
 class Saved:
-    """A verified checkpoint.
-
-    Attributes:
-        step: number of steps trained.
-        prompts_seen: position in the training data.
-        config: values of `arm.settings_of_run`, to detect a changed configuration.
-        noise: state of `train.noise_level.NoiseLevel`.
-        micro_batch_size: completions per forward and backward pass; None in older checkpoints.
-    """
+    """A verified checkpoint."""
 
     path: Path
-    step: int
-    prompts_seen: int
-    config: dict[str, Any]
-    noise: dict[str, Any] = field(default_factory=dict)
-    micro_batch_size: int | None = None
+    step: int  # number of steps trained
+    prompts_seen: int  # position in the training data
+    config: dict[str, Any]  # values of `arm.settings_of_run`, to detect a changed configuration
+    noise: dict[str, Any] = field(default_factory=dict)  # state of `train.noise_level.NoiseLevel`
+    micro_batch_size: int | None = None  # completions per forward and backward pass; None in older checkpoints
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
         """Raise ConfigError if `cfg`, read from the file `where`, is not the configuration that the checkpoint has.

@@ -20,15 +20,11 @@ class LineFile(Generic[T]):
     """Reads and writes the file `name` in a run directory. A missing file reads as empty.
 
     A killed process may leave an incomplete last line. Readers skip it, and `cut` removes it.
-
-    Attributes:
-        kind: what messages call a record, e.g. "a sample".
-        decode: converts parsed JSON, with the key "step", to a record; raises ValueError or TypeError if it cannot.
     """
 
     name: str
-    kind: str
-    decode: Callable[[Any], T]
+    kind: str  # what messages call a record, e.g. "a sample"
+    decode: Callable[[Any], T]  # from parsed JSON, with the key "step"; raises ValueError or TypeError if it cannot
 
     def read(self, run_dir: Path, offset: int = 0) -> tuple[list[T], int]:
         """Read the complete lines from byte `offset` on; return their records and the offset of the next line.

@@ -17,15 +17,13 @@ from qerl_lab.record.line_files import LineFile
 class Metric:
     """Unit and meaning of one metric.
 
-    Attributes:
-        trl: name of the metric in TRL if TRL measures it, else empty.
-        over: how TRL's means of micro-batches are weighted in the mean of a step: "tokens" (by tokens in the loss),
-            "ratios" (the same, but equally with algorithm=gspo), or empty if they need no weights.
+    `over` says how TRL's means of micro-batches are weighted in the mean of a step: "tokens" (by tokens in the loss),
+    "ratios" (the same, but equally with algorithm=gspo), or empty if they need no weights.
     """
 
     unit: str
     meaning: str
-    trl: str = ""
+    trl: str = ""  # name of the metric in TRL if TRL measures it
     over: str = ""
 
 
