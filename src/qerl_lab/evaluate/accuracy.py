@@ -84,11 +84,10 @@ class Evaluation:
 def evaluate(
     engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = do_nothing
 ) -> Evaluation:
-    """Sample and grade `samples` answers to each held-out question of a task whose index is in `part`.
+    """Sample and grade `samples` answers to the held-out questions number `part`, with the engine's current weights.
 
-    `cfg` is the configuration of the training run. Uses the engine's current weights. The sampling seed is a hash of
-    `cfg.seed` alone: all evaluations of a run, and all runs with the same seed, share it. The transformers engine adds
-    `part.start` to the seed.
+    The sampling seed is a hash of `cfg.seed` alone: all evaluations of a run, and all runs with the same seed, share
+    it. The transformers engine adds `part.start` to the seed.
     """
     asked = task.heldout[part.start : part.stop]
     most, seed = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed)

@@ -224,7 +224,7 @@ def _refuse_unpaired(benchmark: str, rows_a: pd.DataFrame, rows_b: pd.DataFrame)
 
 
 def rows_by_group(evaluated: Evaluated) -> RowsByGroup:
-    """Return an evaluation's rows by (benchmark, engine, sampling). Of a dense base those of "own" are "common" too."""
+    """Return an evaluation's rows by (benchmark, engine, sampling); a dense base has those of "own" as "common" too."""
     found = {tuple(map(str, name)): rows for name, rows in evaluated.rows.groupby(GROUP, sort=False)}
     if not evaluated.about["own_is_common"]:
         return found

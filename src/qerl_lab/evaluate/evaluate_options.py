@@ -139,7 +139,7 @@ class EntropyOptions:
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     formats: list[str] = option(["all"], "weight formats", choices=("all", *choices_of("format")))
     checkpoints: list[str] = option([], "packed directories to measure too, of any origin: GPTQ, AWQ")
-    prompts: str = option("arithmetic", "task whose evaluation questions are the prompts, NAME or NAME:PATH")
+    prompts: str = option("arithmetic", "task with the prompts, its evaluation questions: NAME or NAME:PATH")
     questions: int = option(64, "how many of its first questions", at_least=2)
     max_completion_tokens: int = option(128, "longest completion that the dense model samples", at_least=1)
     seed: int = option(0, "seeds that sampling", at_least=0, at_most=2**32 - 1)
@@ -152,7 +152,7 @@ class EntropyOptions:
 
 @dataclass
 class SigmaOptions:
-    model: str = option(POCKET, "whose sampler: Hugging Face id, local directory, FILE.gguf, or `pocket`")
+    model: str = option(POCKET, "dense model that samples: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     sigmas: list[float] = option([0.02, 0.05, 0.1, 0.15, 0.2, 0.3], "standard deviations of the noise", above=0)
     kls: list[float] = option([], "KLs in nats per token, for each of which the sigma is found", above=0)
     relative: bool = option(False, "sigma is in units of each norm's own root mean square, as with aqn.relative")

@@ -1,7 +1,7 @@
 """Resolve what `evaluate accuracy` evaluates, a run or a model alone, and load the benchmarks that it is asked.
 
-Of a run it is the adapter on its base, the base alone, or with lora=full the model that the run trained. A benchmark is
-a task with held-out questions, given as NAME or NAME:PATH.
+A run is evaluated as its adapter on its base, as its base alone, or with lora=full as the model that it trained. A
+benchmark is a task with held-out questions, given as NAME or NAME:PATH.
 """
 
 import json
@@ -40,7 +40,7 @@ class Subject:
     said: str  # description for the user
     cfg: RunConfig
     adapter: Path | None = None  # folder; None for a base alone, and for a run that trained all weights
-    base: ModelConfig | None = None  # with lora=full what the run began with; `cfg.model` is what it trained
+    base: ModelConfig | None = None  # with lora=full the model before training; `cfg.model` is the one after
     run_seed: int = 0  # seed of the run, whatever `seed=` is; for a model alone the sampling seed
     arm: Mapping[str, str] = field(default_factory=dict)  # of a run: settings as text, hash of training questions
     day: date = field(default_factory=date.today)  # on which the run started, for chat templates that print it

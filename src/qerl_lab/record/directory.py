@@ -375,7 +375,7 @@ class RunDirectory:
     def note_mirror(self, **changes: str | None) -> None:
         """Set `changes` in mlflow.json (see `mirror` for its keys) and `run_dir` to this directory.
 
-        A new file gets a random `key`. So does a copy of a directory that still exists; of the rest it keeps `uri`.
+        A new file gets a random `key`. A copy of a directory that still exists gets a new one too, and keeps `uri`.
         """
         here, values = str(self.path.absolute()), self.mirror()
         first = values.get("run_dir") or here
