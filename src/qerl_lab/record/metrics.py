@@ -33,10 +33,7 @@ PHASES = ("rollout", "reward", "sync", "probe", "train")
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "mean reward of the step's completions, all parts added"),
     "reward/std": Metric("reward", "standard deviation of the reward over the step's completions"),
-    PART: Metric(
-        "reward",
-        "mean of one part, weight x score; every task has answer, and format (paid as task.format_reward_for says)",
-    ),
+    PART: Metric("reward", "mean of one part, weight x score; every task has answer and format"),
     "reward/overlong": Metric("reward", "mean punishment of algorithm.overlong_buffer_tokens"),
     "reward/unparsed": Metric(
         "fraction", "completions whose answer could not be read, or not compared in time: they count as wrong"
@@ -140,14 +137,10 @@ METRICS: dict[str, Metric] = {
         "steps by which the sampler's adapter was older than the trainer's, 0 or 1; only with "
         "rollout.vllm_server.overlap",
     ),
-    "rollout/prompts_drawn": Metric(
-        "questions", "questions sampled; with algorithm.dynamic_sampling more than rollout.prompts_per_step"
-    ),
+    "rollout/prompts_drawn": Metric("questions", "questions sampled, with those that dynamic sampling drops"),
     "rollout/resamples": Metric("1", "extra rollouts of the step for dynamic sampling"),
     "rollout/resampled_tokens": Metric("tokens", "completion tokens of those extra rollouts"),
-    "rollout/groups_dropped": Metric(
-        "questions", "sampled questions that the step does not train on, as their completions have equal rewards"
-    ),
+    "rollout/groups_dropped": Metric("questions", "sampled questions left out of training, as their rewards are equal"),
     "rollout/groups_dropped_unsolved": Metric(
         "questions", "part of rollout/groups_dropped: no completion earned any reward for the answer"
     ),
@@ -157,10 +150,7 @@ METRICS: dict[str, Metric] = {
     ),
     "step/seconds": Metric("s", "wall time of the whole step, until the device is done"),
     "step/tokens_per_second": Metric("tokens/s", "completion tokens / step/seconds"),
-    "seconds/rollout": Metric(
-        "s",
-        "wall time of generation; of a step sampled ahead (rollout/staleness 1) what the trainer waits for its batch",
-    ),
+    "seconds/rollout": Metric("s", "wall time of generation; of a step sampled ahead the wait for its batch"),
     "seconds/resample": Metric(
         "s",
         "part of seconds/rollout, unless the step was sampled ahead: generation in the extra rollouts of dynamic "
@@ -210,17 +200,13 @@ METRICS: dict[str, Metric] = {
     "eval/gain_high": Metric("fraction", "upper end of the 95% interval of eval/gain over the questions"),
     "eval/format": Metric("fraction", "held-out completions in the required format"),
     "eval/completion_tokens": Metric("tokens", "mean length of a held-out completion"),
-    "eval/truncated_fraction": Metric(
-        "fraction", "held-out completions cut at max_completion_tokens; graded as they are, so mostly wrong"
-    ),
+    "eval/truncated_fraction": Metric("fraction", "held-out completions cut at max_completion_tokens; mostly wrong"),
     "eval/entropy_nats": Metric(
         "nats",
         "mean entropy of the policy over the tokens of the held-out completions, at eval.temperature (the other "
         "entropies are at rollout.temperature) and before the cut of eval.top_p; absent as sampler/entropy_nats is",
     ),
-    "eval/subset_accuracy": Metric(
-        "fraction", "right sampled answers to the first eval.subset_questions (the subset), every eval.every steps"
-    ),
+    "eval/subset_accuracy": Metric("fraction", "accuracy on the first eval.subset_questions, every eval.every steps"),
     "eval/subset_format": Metric("fraction", "subset completions in the required format"),
     "eval/subset_completion_tokens": Metric("tokens", "mean length of a subset completion"),
     "eval/subset_truncated_fraction": Metric("fraction", "as eval/truncated_fraction, on the subset"),
