@@ -21,7 +21,10 @@ with exits.starting(__name__):
 
 
 def accuracy(options: AccuracyOptions) -> None:
-    """Evaluate a run or model on benchmarks, and print the table of results."""
+    """Evaluate a run or model on benchmarks, and print the table of results.
+
+    Raises ConfigError for invalid options, and the errors of `accuracy_run.run`.
+    """
     check_accuracy(options)
     try:
         with terminal.quiet_imports():
@@ -33,7 +36,10 @@ def accuracy(options: AccuracyOptions) -> None:
 
 
 def compare(options: CompareOptions) -> None:
-    """Print the differences B - A of the evaluations in two directories, A and B."""
+    """Print the differences B - A of the evaluations in two directories, A and B.
+
+    Raises ConfigError unless exactly two directories are given and their evaluations can be paired.
+    """
     if len(options.directories) != 2:
         raise ConfigError(
             f"given: {', '.join(options.directories) or 'no directory'}; allowed: two directories, A and B. "
@@ -45,7 +51,7 @@ def compare(options: CompareOptions) -> None:
 
 
 def entropy(options: EntropyOptions) -> None:
-    """Print and write how quantization changes the entropy of a model."""
+    """Print and write how quantization changes the entropy of a model. Raises ConfigError for invalid options."""
     if {*options.formats} <= {DENSE_FORMAT} and not options.checkpoints:
         raise ConfigError(
             f"formats=[{','.join(options.formats)}] leaves nothing to compare with the dense model; allowed: a packed "
@@ -60,7 +66,10 @@ def entropy(options: EntropyOptions) -> None:
 
 
 def sigma(options: SigmaOptions) -> None:
-    """Print KL(quantized || BF16) of each weight format and KL(noisy || BF16) of each sigma, to compare them."""
+    """Print KL(quantized || BF16) of each weight format and KL(noisy || BF16) of each sigma, to compare them.
+
+    Raises ConfigError for a model that cannot be measured, and if both `sigmas` and `kls` are empty.
+    """
     if not options.sigmas and not options.kls:
         raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
     check_model(options.model)

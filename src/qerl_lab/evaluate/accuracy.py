@@ -76,7 +76,10 @@ class Evaluation:
     entropy: float | None
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Return metrics for metrics.jsonl, with names that begin with `prefix`: means over questions, and entropy."""
+        """Return the metrics for metrics.jsonl, with names that begin with `prefix`: means over questions, and entropy.
+
+        Without `entropy` this metric is left out.
+        """
         means = {f"{prefix}{metric}": float(self.rows[column].mean()) for column, metric in METRICS.items()}
         return means if self.entropy is None else means | {f"{prefix}entropy_nats": self.entropy}
 
@@ -84,10 +87,11 @@ class Evaluation:
 def evaluate(
     engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = do_nothing
 ) -> Evaluation:
-    """Sample and grade `samples` answers to the held-out questions number `part`, with the engine's current weights.
+    """Sample and grade `samples` answers to each held-out question of a task whose index is in `part`.
 
-    The sampling seed is a hash of `cfg.seed` alone: all evaluations of a run, and all runs with the same seed, share
-    it. The transformers engine adds `part.start` to the seed.
+    `cfg` is the configuration of the training run. Uses the engine's current weights. The sampling seed is a hash of
+    `cfg.seed` alone: all evaluations of a run, and all runs with the same seed, share it. The transformers engine adds
+    `part.start` to the seed.
     """
     asked = task.heldout[part.start : part.stop]
     most, seed = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed)

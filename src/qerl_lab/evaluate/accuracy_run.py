@@ -205,7 +205,10 @@ def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> 
 
 
 def print_results(folder: Path, state: str) -> None:
-    """Print settings, table and notes of an evaluation. `state` is "is evaluated" or "was evaluated before"."""
+    """Print the settings, table and notes of the finished evaluation in `folder`.
+
+    The first line says what was evaluated, then `state`: "is evaluated" or "was evaluated before".
+    """
     about = read_json(folder / ABOUT, dict)
     identity = about["identity"]
     print(f"{about['subject']} {state}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")

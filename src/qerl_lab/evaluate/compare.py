@@ -74,7 +74,8 @@ RowsByGroup = dict[Group, pd.DataFrame]
 def run(a_path: str, b_path: str) -> None:
     """Print the table of differences B - A between evaluations, with notes.
 
-    Each path is the folder of one evaluation, or a folder above the evaluations of several seeds.
+    Each path is the folder of one evaluation, or a folder above the evaluations of several seeds. Raises ConfigError if
+    A and B cannot be paired.
     """
     a, b = read_arm(a_path), read_arm(b_path)
     pairs, notes = pair_evaluations(a, b)
@@ -120,7 +121,10 @@ def read_arm(path: str) -> dict[int, Evaluated]:
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that identify an evaluation; evaluation.json leaves `grading` out if it is the default."""
+    """Return the settings that identify an evaluation from its evaluation.json, always with `grading`.
+
+    evaluation.json leaves `grading` out if it is the default.
+    """
     return {"grading": BY_TASK} | about["identity"]
 
 
@@ -137,6 +141,7 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
     """Pair evaluations of the same seed in `a` and `b`, which map seeds to evaluations; return the pairs and notes.
 
     One evaluation on each side makes a pair even if the seeds differ. Notes name what else differs between A and B.
+    Raises ConfigError if no seed is in both.
     """
     shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
     notes: list[str] = []
@@ -193,7 +198,8 @@ def _shared_groups(
 ) -> list[Group]:  # fmt: skip
     """Return the groups that all evaluations have, benchmark by benchmark; append to `notes` which are left out.
 
-    If all bases are dense (`is_dense`), these are groups of the engine "own".
+    If all bases are dense (`is_dense`), only groups of the engine "own" are returned. Raises ConfigError if no group is
+    in all evaluations.
     """
     every = [*groups_a, *groups_b]
     found = dict.fromkeys(group for a, b in zip(groups_a, groups_b, strict=True) for group in [*a, *b])
@@ -224,7 +230,11 @@ def _refuse_unpaired(benchmark: str, rows_a: pd.DataFrame, rows_b: pd.DataFrame)
 
 
 def rows_by_group(evaluated: Evaluated) -> RowsByGroup:
-    """Return an evaluation's rows by (benchmark, engine, sampling); a dense base has those of "own" as "common" too."""
+    """Return an evaluation's rows by (benchmark, engine, sampling).
+
+    With a dense base there are rows of the engine "own" only. They are returned for "common" too, because both engines
+    compute the same.
+    """
     found = {tuple(map(str, name)): rows for name, rows in evaluated.rows.groupby(GROUP, sort=False)}
     if not evaluated.about["own_is_common"]:
         return found

@@ -82,7 +82,10 @@ class Texts:
 
 
 def run(options: EntropyOptions) -> None:
-    """Measure every format and checkpoint, print the table, and write entropy.json and entropy.png."""
+    """Measure every format and checkpoint, print the table, and write entropy.json and entropy.png.
+
+    Raises ConfigError if the model is packed or cannot be loaded, or if `out` holds results and `overwrite` is not set.
+    """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
     loading.refuse_packed(folder, f"model={options.model}", f"which the others are compared with. {remedy}")
@@ -114,7 +117,7 @@ def run(options: EntropyOptions) -> None:
 
 
 def results_folder(options: EntropyOptions) -> Path:
-    """Return `options.out`, or if not given a folder below evaluations/ named by a hash of the options."""
+    """Return the folder to write: `options.out`, or if not given one below evaluations/ named by a hash."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     of = {key: value for key, value in asdict(options).items() if key != "overwrite"}
@@ -123,7 +126,10 @@ def results_folder(options: EntropyOptions) -> Path:
 
 
 def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
-    """Yield an arm for every packed format, rounded to nearest, then for every checkpoint."""
+    """Yield an arm for every packed format, rounded to nearest, then for every checkpoint.
+
+    Raises ConfigError if a checkpoint cannot be found or is dense.
+    """
     names = choices_of("format") if "all" in options.formats else dict.fromkeys(options.formats)
     for name in names:
         if name != DENSE_FORMAT:
@@ -201,7 +207,10 @@ def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -
 
 
 def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tensor]:
-    """Return the entropy of `model` and its KL to the dense model at each token of `texts`: float64 [T], on the CPU."""
+    """Return the entropy of `model` and its KL to the dense model at each token of `texts`: float64 [T], on the CPU.
+
+    `texts` holds the hidden states of the dense model.
+    """
     states = kl.hidden_states(model, texts.pairs, texts.batch_size)
     both = zip(kl.logprobs(model, states), kl.logprobs(texts.model, texts.states), strict=True)
     measured = [torch.stack([kl.entropy_per_token(q), kl.per_token(q, p)]).cpu() for q, p in both]
@@ -212,7 +221,8 @@ def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tens
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
     """Return the entropies in a row of the results, from a model's entropy at each token [T].
 
-    Forking tokens are the model's own (see `kl.split_by_entropy`).
+    They are: the mean, the change from the dense model, and means over the model's own forking tokens (see
+    `kl.split_by_entropy`) and over the rest.
     """
     forking, rest = kl.split_by_entropy(entropies_T)
     return {
@@ -239,7 +249,11 @@ def mean_and_interval(values_T: Tensor, texts: Texts) -> dict[str, float]:
 
 
 def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Interval:
-    """Return (mean, low, high) of the values at all tokens, by Student's t over two or more texts (see `kl.mean`)."""
+    """Return (mean, low, high) of the values at all tokens, given text by text. Needs two texts or more.
+
+    The interval is Student's t over texts, because tokens of one text are correlated. `lengths` gives the number of
+    tokens of each text, in the order of `values_T`.
+    """
     found = kl.mean(values_T, lengths)
     assert found.standard_error is not None, "two texts at least"
     half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * found.standard_error

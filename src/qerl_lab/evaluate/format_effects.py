@@ -91,7 +91,10 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
 
 
 def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:
-    """Tabulate bits per weight, KL and entropy of `model`, which sampled `texts`, in a row per format."""
+    """Tabulate bits per weight, KL to the dense policy and entropy, a row per format.
+
+    `model` is the dense model that sampled `texts`.
+    """
     rows = []
     for weight_format in weight_formats:
         packed = packed_model(model, weight_format, texts.states.device)
@@ -127,7 +130,10 @@ def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataF
 
 
 def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Return entropy with noise and KL(noisy || clean) of the dense policy: float64 [T], on the CPU."""
+    """Return entropy of the dense policy with noise and KL(noisy || clean) at each completion token.
+
+    Both are float64 [T], on the CPU.
+    """
     dense = texts.policy
     with dense.as_sampler(noise.onto_norms(dense.clean_norms)):
         return compare_to_dense(texts.model, texts)

@@ -21,7 +21,10 @@ QUESTIONS, DRAWS = 64, 8
 
 
 def run(options: SigmaOptions) -> None:
-    """Print the KL of each format and of each of `options.sigmas`, and the sigma for each of `options.kls`."""
+    """Print the KL of each format and of each of `options.sigmas`, and the sigma for each of `options.kls`.
+
+    Raises ConfigError if the model cannot be loaded or is packed.
+    """
     folder = local_folder(options.model, None, key="model")
     refuse_packed(folder, f"model={options.model}", "against which the KL is measured. Type its path.")
     device = policy.device_of("auto")

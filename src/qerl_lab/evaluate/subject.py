@@ -52,9 +52,10 @@ class Subject:
 
 
 def resolve_subject(options: AccuracyOptions) -> Subject:
-    """Return what to evaluate: `options.run` or `options.model`. Options that are not None replace the run's settings.
+    """Return what to evaluate: the run `options.run` or the model `options.model`.
 
-    Raises ConfigError if the run or model is missing or does not fit the options.
+    Other options that are not None replace the settings of the run. Raises ConfigError if the run or model is missing
+    or does not fit the options.
     """
     found = _resolve_run(options) if options.run else _resolve_model(options)
     cfg = found.cfg
@@ -103,7 +104,10 @@ def _resolve_run(options: AccuracyOptions) -> Subject:
 
 
 def _resolve_model(options: AccuracyOptions) -> Subject:
-    """Return the subject of `model=`: a packed model in its own format, a dense one in `options.format` or bf16."""
+    """Return the subject of `model=`: a packed model in its own format, a dense one in `options.format`, or else bf16.
+
+    Raises ConfigError if a packed model has another format than `options.format`.
+    """
     cfg, said = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
     on_disk.check_files(folder, said)
@@ -161,7 +165,11 @@ def dequantized_subject(subject: Subject) -> Iterator[Subject]:
 
 
 def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
-    """Load the tasks in `options.benchmarks`, or if none is named the run's own; `heldout` has the questions to ask."""
+    """Load the tasks named in `options.benchmarks`; the field `heldout` of each holds the questions to ask.
+
+    If none is named, loads the run's own task (`cfg.task`). Raises ConfigError if a task cannot be read or has no
+    questions.
+    """
     found, own = [], cfg.task if options.run else None
     for chosen in [task_config(own, *split_name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
         if options.instruction is not None:
@@ -184,8 +192,9 @@ def load_questions(cfg: TaskConfig, before: str) -> Task:
 def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
     """Return the configuration of the benchmark `name`, with its questions in `path`.
 
-    It is `run_task` if that has this name and is no task.module, with its own path if `path` is None. Else it is
-    conf/task/NAME.yaml, with the instruction of `run_task` if it has none.
+    It is `run_task` if that has this name and is no task.module, else conf/task/NAME.yaml. If the YAML has no
+    instruction, that of `run_task` is used. With `path` None the questions come from the path of `run_task`, or for a
+    YAML from the task's own source.
     """
     if run_task is not None and name == run_task.name and not run_task.module:
         return replace(run_task, path=path or run_task.path)

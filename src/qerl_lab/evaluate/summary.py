@@ -33,7 +33,10 @@ def scores(rows: pd.DataFrame) -> pd.Series:
 
 
 def pass_rates(rows: pd.DataFrame, k: int) -> pd.Series:
-    """Return pass@k of each question, by question id, estimated from all its samples, which are right at accuracy 1."""
+    """Return pass@k of each question, by question id, estimated from all samples of the question.
+
+    `rows` is as in `accuracy.Answers`. A sample is right if its accuracy is 1.
+    """
     right = (rows["accuracy"] >= 1).groupby(rows["id"], sort=False).sum()
     return pd.Series(pass_at(k, right.to_numpy(), int(rows["draw"].max()) + 1), right.index)
 

@@ -34,7 +34,14 @@ FIT_ROUNDS = 4
 
 @dataclass(frozen=True)
 class LayerError:
-    """Weights of one Linear before and after quantization, [N, K] in float32."""
+    """Weights of one Linear before and after quantization, [N, K] in float32.
+
+    Attributes:
+        weight: the original, w in the module's text.
+        ideal: rounded with exact block scales, q(w); None for a format that does not define it.
+        nearest: rounded to nearest with the format's own scales, r(w).
+        stored: what a checkpoint stores, dequantized, w'; without a checkpoint the same as `nearest`.
+    """
 
     name: str
     weight: Tensor  # the original, w in the module's text

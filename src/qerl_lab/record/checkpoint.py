@@ -28,7 +28,15 @@ ONCE_SAVED = ("run_key", "device", "dtype")  # keys that only older checkpoints 
 
 @dataclass(frozen=True)
 class Saved:
-    """A verified checkpoint."""
+    """A verified checkpoint.
+
+    Attributes:
+        step: number of steps trained.
+        prompts_seen: position in the training data.
+        config: values of `arm.settings_of_run`, to detect a changed configuration.
+        noise: state of `train.noise_level.NoiseLevel`.
+        micro_batch_size: completions per forward and backward pass; None in older checkpoints.
+    """
 
     path: Path
     step: int  # number of steps trained
@@ -38,9 +46,10 @@ class Saved:
     micro_batch_size: int | None = None  # completions per forward and backward pass; None in older checkpoints
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
-        """Raise ConfigError if `cfg`, read from the file `where`, is not the configuration that the checkpoint has.
+        """Raise ConfigError if `cfg` differs from the configuration that the checkpoint was trained with.
 
-        A larger number of steps is allowed if the run was extended after this checkpoint.
+        `where` is the file that `cfg` was read from; the message names it. A larger number of steps is allowed if the
+        run was extended after this checkpoint.
         """
         then, now = drop_removed_keys({**ADDED, **self.config}), settings_of_run(cfg)
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension

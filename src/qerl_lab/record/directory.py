@@ -111,7 +111,10 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[TextIO]:
-        """Lock resolved.yaml and yield it; a child process that inherits the file keeps the lock."""
+        """Lock resolved.yaml and yield it; a child process that inherits the file keeps the lock.
+
+        Raises ConfigError if another process holds the lock.
+        """
         with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks only writable files
             lock(file, f"another process is running in {self.path}. Wait for it or stop it first.")
             yield file
@@ -149,9 +152,10 @@ class RunDirectory:
         return self._read_json(DONE, dict)
 
     def fail(self, text: str) -> None:
-        """Write `text` into FAILED; its first line is the reason. On a full disk prints that, and leaves FAILED empty.
+        """Write `text` into FAILED; the first line of `text` is the reason.
 
-        Creates the directory again if it was removed or renamed.
+        Creates the directory again if it was removed or renamed. On a full disk leaves FAILED empty and prints the
+        reason.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -191,7 +195,8 @@ class RunDirectory:
     def lost_of_result(self) -> dict[str, str]:
         """Return the files of a finished run's result that are damaged or missing, each with what is wrong with it.
 
-        Without DONE, a resumed run writes them again from its last checkpoint.
+        Without DONE, a resumed run writes them again from its last checkpoint. Raises ConfigError if resolved.yaml is
+        damaged.
         """
         lost, cfg = dict[str, str](), self.config()
         try:
@@ -237,11 +242,17 @@ class RunDirectory:
     # --- configuration and resuming
 
     def config(self) -> RunConfig:
-        """Read and check resolved.yaml (see `resolved.read_config`)."""
+        """Read and check resolved.yaml; set `run_dir` to where the directory is now.
+
+        Raises ConfigError if the file is missing, damaged or invalid, or lacks a key.
+        """
         return resolved.read_config(self.path)
 
     def settings(self) -> dict[str, str]:
-        """Return the value of every key in resolved.yaml as text (see `resolved.read_settings`)."""
+        """Return the value of every key in resolved.yaml as text, by dotted key, whatever version of the lab wrote it.
+
+        Raises ConfigError if the file is missing, cannot be read or has no configuration.
+        """
         return resolved.read_settings(self.path)
 
     def config_text(self) -> str:
@@ -265,8 +276,8 @@ class RunDirectory:
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
         """Return the newest intact checkpoint to resume from, or None to start from step 0.
 
-        Raises ConfigError if the checkpoint has another configuration than `cfg`, or if metrics.jsonl does not have
-        each step up to the checkpoint once.
+        Raises ConfigError if `cfg` differs from the configuration saved in the checkpoint, or if metrics.jsonl does not
+        have each step up to the checkpoint once.
         """
         saved = checkpoint.newest(self.checkpoints)
         if saved is None:
@@ -283,7 +294,11 @@ class RunDirectory:
         return saved
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the run began with questions of another SHA-256 than `data` (`Task.data`) has."""
+        """Raise ConfigError if the run began with other questions than those that `data` describes.
+
+        `data` (`Task.data`) has number and SHA-256 of the training and held-out questions. Compares each SHA-256 with
+        env.json. Passes if env.json has none.
+        """
         then = self.environment().get("data") or {}  # older versions of the lab do not record the questions
         for role in ("training", "heldout"):
             count, digest = f"{role}_questions", f"{role}_sha256"
@@ -344,8 +359,8 @@ class RunDirectory:
     def begin_session(self, start: float) -> None:
         """Record that this process works on the run, since `start` (Unix seconds).
 
-        Also ends the session of a killed process, at the time of the last line in metrics.jsonl. Call it before
-        `cut_records`, which may remove this line.
+        If an earlier process was killed, this also ends its session, at the time of the last line in metrics.jsonl.
+        Call it before `cut_records`, which may remove this line.
         """
         sessions = self.sessions()
         if sessions and sessions[-1][1] is None:
@@ -375,7 +390,8 @@ class RunDirectory:
     def note_mirror(self, **changes: str | None) -> None:
         """Set `changes` in mlflow.json (see `mirror` for its keys) and `run_dir` to this directory.
 
-        A new file gets a random `key`. A copy of a directory that still exists gets a new one too, and keeps `uri`.
+        A new file gets a random `key`. If this directory is a copy and its original still exists, it gets a new `key`
+        too, and keeps only `uri` of the other values.
         """
         here, values = str(self.path.absolute()), self.mirror()
         first = values.get("run_dir") or here
@@ -418,7 +434,8 @@ class RunDirectory:
     def checked_metrics(self) -> list[MetricsLine]:
         """Check every file of the record; return the lines of metrics.jsonl. Raises ConfigError if one is damaged.
 
-        metrics.jsonl must have every step up to the newest checkpoint once, in a finished run all steps.
+        metrics.jsonl must have every step up to the newest checkpoint once, and all configured steps if the run is
+        finished.
         """
         is_done = self.status == "done"
         settings = self.settings() if is_done else {}
@@ -434,7 +451,10 @@ class RunDirectory:
         return lines
 
     def evaluations(self) -> "dict[str, pd.DataFrame]":
-        """Read the held-out answers: a table per phase ("before", "after", "step N"), with a row per question."""
+        """Read the held-out answers: a table per phase, with a row per question; empty if there are none.
+
+        Phases are "before" and "after" training, and "step N".
+        """
         import pandas as pd  # imported here, because it takes a second
 
         path = self.path / EVALUATIONS

@@ -20,6 +20,10 @@ class LineFile(Generic[T]):
     """Reads and writes the file `name` in a run directory. A missing file reads as empty.
 
     A killed process may leave an incomplete last line. Readers skip it, and `cut` removes it.
+
+    Attributes:
+        kind: what messages call a record, e.g. "a sample".
+        decode: converts parsed JSON, with the key "step", to a record; raises ValueError or TypeError if it cannot.
     """
 
     name: str

@@ -17,8 +17,10 @@ from qerl_lab.record.line_files import LineFile
 class Metric:
     """Unit and meaning of one metric.
 
-    `over` says how TRL's means of micro-batches are weighted in the mean of a step: "tokens" (by tokens in the loss),
-    "ratios" (the same, but equally with algorithm=gspo), or empty if they need no weights.
+    Attributes:
+        trl: name of the metric in TRL if TRL measures it, else empty.
+        over: how TRL's means of micro-batches are weighted in the mean of a step: "tokens" (by tokens in the loss),
+            "ratios" (the same, but equally with algorithm=gspo), or empty if they need no weights.
     """
 
     unit: str
@@ -221,7 +223,10 @@ def metrics_table() -> str:
 
 
 def declared_metrics(parts: Iterable[str] = ()) -> dict[str, Metric]:
-    """Return all metrics of a run: METRICS, with `reward/<part>` replaced by one metric for each of `parts`."""
+    """Return all metrics of a run: METRICS, with `reward/<part>` replaced by one metric for each of `parts`.
+
+    Raises ValueError if a part has the name of another reward metric, such as "mean".
+    """
     of_parts = {PART.replace("<part>", part): METRICS[PART] for part in parts}
     if taken := of_parts.keys() & METRICS.keys():
         raise ValueError(f"a part of the reward is called {sorted(taken)}, which is another metric")
@@ -258,10 +263,10 @@ METRICS_FILE = LineFile("metrics.jsonl", "a metrics record", _decode_line)
 
 
 def check_steps(lines: Iterable[MetricsLine], steps: int) -> None:
-    """Raise ConfigError unless each step up to `steps`, or up to the last in `lines`, has exactly one training line.
+    """Raise ConfigError unless every step from 1 to `steps` has exactly one training line in `lines`.
 
-    A training line has a metric outside of eval/. Duplicates mean that two processes wrote the file, which can happen
-    on a file system without locks.
+    Checks up to the last step in `lines` if that is later. A training line has a metric outside of eval/. Duplicates
+    mean that two processes wrote the file, which can happen on a file system without locks.
     """
     found = Counter(line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"]))
     steps = max(steps, *found, 0)

@@ -27,8 +27,9 @@ class Unfinished:
     def __init__(self, out: Path, identity: Mapping[str, Any], overwrite: bool) -> None:
         """Create `out`.partial, or continue the work of an earlier process with the same identity.
 
-        `identity` holds the options that determine the content, by name. Raises ConfigError if another process or
-        another command writes there. A directory with another identity is cleared if `overwrite` is set, else refused.
+        `identity` holds the options that determine the content, by name. Raises ConfigError if `out` is not writable,
+        another process is writing `out`.partial, or that directory is not from this command. With another identity in
+        its journal, `overwrite` clears the directory; without `overwrite` this raises ConfigError too.
         """
         self.out, self.folder = out, out.with_name(out.name + ".partial")
         make_directory(self.folder, f"out={out}")

@@ -27,7 +27,10 @@ class TableOptions:
 
 
 def fill_mlflow(options: ResyncOptions) -> None:
-    """Fill MLflow from a record, and print what was added. Raises ConnectionError if MLflow fails."""
+    """Fill MLflow from the record in `options.run_dir`, and print what was added.
+
+    Raises ConfigError if the record is missing or damaged, ConnectionError if MLflow fails or cannot be reached.
+    """
     if options.uri:
         check_store("uri", options.uri)
     prepare_mlflow()

@@ -42,7 +42,10 @@ MLFLOW_ENVIRONMENT = {
 
 
 def prepare_mlflow() -> None:
-    """Set the variables in MLFLOW_ENVIRONMENT that the user has not set. Call it before trl imports MLflow."""
+    """Set the environment variables in MLFLOW_ENVIRONMENT, except those that the user has set.
+
+    Call it before trl imports MLflow.
+    """
     for name, value in MLFLOW_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -68,7 +71,10 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
 
 
 def params(cfg: RunConfig) -> dict[str, str]:
-    """Return the parameters for MLflow: settings of a run as text, by dotted key, each cut to PARAM_CHARS."""
+    """Return the parameters for MLflow: all settings of a run as text, by dotted key.
+
+    Leaves out tracking.uri, resume, dry_run and run_dir, and cuts each value to PARAM_CHARS.
+    """
     skip = ("tracking.uri", "resume", "dry_run", "run_dir")
     return {name: str(value)[:PARAM_CHARS] for name, value in values_of(cfg).items() if name not in skip}
 
@@ -105,9 +111,9 @@ def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
 
 
 class MlflowMirror:
-    """The MLflow run of a run directory, found or `created`. Calls may block on the store and raise its exceptions.
+    """The MLflow run of a run directory, found or created. Calls may block on the store and raise MLflow's exceptions.
 
-    `params_added` is the number of parameters that MLflow lacked.
+    `created` tells whether the MLflow run is new. `params_added` is the number of parameters that MLflow lacked.
     """
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
@@ -196,9 +202,10 @@ class MlflowMirror:
 
 
 def resync(directory: RunDirectory, uri: str | None = None) -> str:
-    """Fill MLflow, at `uri` or the run's own store, from the record in a run directory; say in a line what was added.
+    """Fill MLflow from the record in a run directory; return a line describing what was added.
 
-    Raises ConfigError if the record is missing or damaged, and MLflow's exceptions if the store fails.
+    `uri` replaces the run's own store (see `mlflow_uri`). Raises ConfigError if the record is missing or damaged, and
+    MLflow's exceptions if the store fails.
     """
     cfg = directory.config()
     if directory.status == "not run":

@@ -42,7 +42,10 @@ class Follower:
         self.thread.start()
 
     def finish(self, status: Status, result: Mapping[str, Any]) -> None:
-        """Let the thread send the rest of the record and end the store's run as `status`, in FINISH_SECONDS at most."""
+        """Let the thread send the rest of the record and end the store's run as `status`.
+
+        Waits at most FINISH_SECONDS, and prints a message if the store gave no answer by then.
+        """
         self._ending = (status, result, time.time())
         self._stop.set()
         self.thread.join(FINISH_SECONDS)
@@ -138,6 +141,9 @@ class Tracker:
         self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Send the rest of the record and the headline numbers `result` to every store, and end its run as `status`."""
+        """Send the rest of the record and the headline numbers `result` to every store, and end the stores' runs.
+
+        `status` says how they end. Waits at most FINISH_SECONDS for each store.
+        """
         for follower in self._followers:
             follower.finish(status, result or {})
