@@ -65,8 +65,6 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
             trainer.train()
         if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
             about = {**memory(llm), **settings(llm), **about}
-        adapter = (p for p in policy.model.parameters() if p.requires_grad)
-        about["adapter_gib"] = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
         held = bytes_by_owner(policy, engine.held())
         about["gib_by_owner"] = {owner: size / GIB for owner, size in held.items()}
         if ranks.is_first:

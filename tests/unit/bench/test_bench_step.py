@@ -40,7 +40,7 @@ def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
         assert min(row[f"{phase}_seconds"] for phase in ("rollout", "train")) > 0
         owners = row["gib_by_owner"]
         assert owners["frozen base"] > 0
-        assert owners["adapter, its gradients and moments"] == row["adapter_gib"] > 0
+        assert owners["adapter, its gradients and moments"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["rank4", "nvfp4" if arm == LAB else "bf16" if arm == TRL else "nf4"]
     )
