@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from qerl_lab.bench.bench_options import ARCHITECTURES, FORMATS, AnyOptions, RolloutOptions, Row, StepOptions
-from qerl_lab.config.arm import leaves
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
-from qerl_lab.system.terminal import quiet_imports
 
 BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
@@ -160,15 +158,9 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
 def check(options: AnyOptions) -> None:
     """Raise ConfigError if options cannot be measured.
 
-    Refused are an empty list, an arm that is invalid or named twice (see `refuse_unknown_arguments` for baselines), a
-    `micro_batch` that does not divide the completions of a step, a `scratch` that is no directory, and an `out` without
-    a file name.
+    Refused are an invalid arm of the lab, a `micro_batch` that does not divide the completions of a step, and a
+    `scratch` that is no directory. The arguments of a baseline are refused by vLLM or TRL in the arm's own process.
     """
-    for name, _, value in leaves(options):
-        if value == []:
-            raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")
-    if twice := [arm for arm in options.arms if options.arms.count(arm) > 1]:
-        raise ConfigError(f"{twice[0]!r} is in arms {options.arms.count(twice[0])} times. Type it once.")
     if isinstance(options, StepOptions) and (count := options.groups * options.group_size) % options.micro_batch:
         raise ConfigError(
             f"micro_batch={options.micro_batch} does not divide groups x group_size = {count}; allowed: a divisor. "
@@ -180,35 +172,10 @@ def check(options: AnyOptions) -> None:
                 f"gpus={job.gpus} in the arm {job.arm!r} is for whole steps: a rank's engine samples for itself. "
                 "Leave it out, or type python -m qerl_lab.bench step."
             )
-        if job.is_baseline:
-            refuse_unknown_arguments(job)
-        else:
+        if not job.is_baseline:
             try:
-                cfg = job.config()
+                _ = job.config().optim.completions_at_once  # not null: only a run measures the free memory
             except ConfigError as error:
                 raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
-            if cfg.optim.micro_batch_size is None:  # only a run chooses it from the free memory
-                raise ConfigError(
-                    f"optim.micro_batch_size=null in the arm {job.arm!r} works in a run only. Type for example 8."
-                )
     if not Path(options.scratch).is_dir():
         raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
-    if Path(options.out).name in ("", ".."):
-        raise ConfigError(f"out={options.out} has no file name. Type for example out=results/bench/mine.")
-
-
-def refuse_unknown_arguments(job: Job) -> None:
-    """Raise ConfigError if a baseline arm of `bench step` overrides an argument that TRL's GRPOConfig does not have.
-
-    Does not check the baselines of other benchmarks: vLLM may not be installed here, and PEFT's take no overrides.
-    """
-    if job.benchmark != StepOptions.BENCHMARK or not job.overrides:
-        return
-    with quiet_imports():  # seconds, so only for these arms
-        from trl import GRPOConfig
-    known = [argument.name for argument in fields(GRPOConfig)]
-    for name in job.overrides:
-        if name not in known:
-            of_training = [argument for argument in known if "eval" not in argument]  # nothing is evaluated here
-            hint = did_you_mean(name, of_training) or " Type for example learning_rate=1e-6."
-            raise ConfigError(f"{name} in the arm {job.arm!r} is no argument of TRL's GRPOConfig.{hint}")
