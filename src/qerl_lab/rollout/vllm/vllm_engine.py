@@ -54,7 +54,11 @@ class VllmEngine(Engine):
     With rollout.vllm.share_base the policy drops its base and uses vLLM's copy. A completion's draws depend on its
     seed, not on the other requests in its batch; on a GPU they can differ where vLLM sums in another order.
 
-    Raises ConfigError if vLLM cannot serve the model in its format on this machine, or memory is too small.
+    Raises ConfigError if vLLM cannot serve the model in its format on this machine, if memory is too small, or if the
+    trainer cannot read the layout of a base that it shall share.
+
+    Attributes:
+        llm: vLLM's `LLM` object, e.g. for `apply_model`, until the engine is closed.
     """
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
@@ -78,9 +82,15 @@ class VllmEngine(Engine):
             if cfg.format.name == "fp8":  # also off, because an earlier engine or the user's shell may have set it
                 os.environ.update(dict.fromkeys(MARLIN_FOR_FP8, str(int(self.linear_backend == "marlin"))))
             of_adapter = self._adapter.arguments(folder, self.linear_backend)
-            self._llm: LLM | None = start(cfg, folder, policy, self.linear_backend, of_adapter)
+            self.llm = start(cfg, folder, policy, self.linear_backend, of_adapter)
             if share:
-                self._share_base()
+                torch.cuda.synchronize(policy.device)  # vLLM may have loaded on another stream
+                if keep := self.llm.apply_model(lambda model: one_copy.share(policy, model))[0]:
+                    print(
+                        f"warning: share_base=true: packed layers that keep weights of their own: {len(keep)}, the "
+                        f"first {keep[0]}. The engine has other bits there: Marlin drops block scales below 2^-6, "
+                        "fp4_tiles has one way to write a block of zeros."
+                    )
         self._adapter.begin(self.llm)
         if cfg.rollout.vllm.sleep:
             from qerl_lab.rollout.vllm import sleep  # needs vLLM's GPU build
@@ -90,13 +100,6 @@ class VllmEngine(Engine):
         path = cfg.model.path
         check_norms(self._norms, policy.clean_norms, f"vLLM, for model.path={path},", "Type rollout=transformers.")
         self.sync(CLEAN)
-
-    @property
-    def llm(self) -> LLM:
-        """Return vLLM's `LLM` object, e.g. for `apply_model`. Raises RuntimeError if the engine is closed."""
-        if self._llm is None:
-            raise RuntimeError("the engine is closed")
-        return self._llm
 
     def sync(self, noise: Noise) -> None:
         """Copy the policy's trained weights, and its norms plus `noise`, into vLLM. Raises EngineFailed if that fails.
@@ -146,17 +149,6 @@ class VllmEngine(Engine):
             torch.cuda.synchronize(self.policy.device)
         self._asleep = False
 
-    def _share_base(self) -> None:
-        """Let the policy use vLLM's copy of the base. Raises ConfigError if the trainer cannot read its layout."""
-        torch.cuda.synchronize(self.policy.device)  # vLLM may have loaded on another stream
-        keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
-        if keep:
-            print(
-                f"warning: share_base=true: packed layers that keep weights of their own: {len(keep)}, the first "
-                f"{keep[0]}. The engine has other bits there: Marlin drops block scales below 2^-6, "
-                "fp4_tiles has one way to write a block of zeros."
-            )
-
     def norms(self) -> dict[str, Tensor]:
         """Read the noisy norm weights back from vLLM's modules, by full layer name."""
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
@@ -186,8 +178,12 @@ class VllmEngine(Engine):
         with random_state_restored(self.policy.device):
             try:
                 for index, (ids, seed) in enumerate(zip(prompt_ids_P, sampling.seeds(len(prompt_ids_P)), strict=True)):
-                    request = self._add_request(str(index), ids, group_size, sampling, seed)
-                    names_P_G.append(logprob_scheduler.completion_names(request, group_size))
+                    given = sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
+                    how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+                    prompt = {"prompt_token_ids": ids}
+                    with raising_engine_failed("generate"):
+                        name = engine.add_request(str(index), prompt, how, lora_request=self._adapter.request)
+                    names_P_G.append(logprob_scheduler.completion_names(name, group_size))
                 while engine.has_unfinished_requests():
                     with raising_engine_failed("generate"):
                         finished = [output for output in engine.step() if output.finished]
@@ -202,19 +198,15 @@ class VllmEngine(Engine):
             finally:
                 if len(found) < len(prompt_ids_P):  # so that an interrupted engine can go on
                     engine.abort_request([str(index) for index in range(len(prompt_ids_P))])
-        completions_P_G = [read_completions(found[str(p)], names_G) for p, names_G in enumerate(names_P_G)]
-        return Rollout.from_completions(prompt_ids_P, completions_P_G, started)
-
-    def _add_request(
-        self, request_id: str, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int
-    ) -> str:
-        """Ask vLLM for the completions of a prompt; return the id that vLLM gives the request."""
-        given = sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
-        how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        with raising_engine_failed("generate"):
-            return self.llm.llm_engine.add_request(
-                request_id, {"prompt_token_ids": prompt_ids}, how, lora_request=self._adapter.request
+        completions_P_G = []
+        for p, names_G in enumerate(names_P_G):
+            outputs_G = sorted(found[str(p)].outputs, key=lambda output: output.index)
+            logprobs_G = [logprob_scheduler.LOGPROBS.pop(names_G[output.index], []) for output in outputs_G]
+            found_G = zip(outputs_G, logprobs_G, strict=True)
+            completions_P_G.append(
+                [Completion(list(one.token_ids), nats, str(one.finish_reason)) for one, nats in found_G]
             )
+        return Rollout.from_completions(prompt_ids_P, completions_P_G, started)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""
@@ -230,9 +222,10 @@ class VllmEngine(Engine):
 
     def close(self) -> None:
         """Shut vLLM down in this process and release its memory."""
-        llm, self._llm = self._llm, None
-        if llm is None:
+        if not hasattr(self, "llm"):  # closed before
             return
+        llm = self.llm
+        del self.llm
         self._adapter.close()
         self._norms.clear()
         if self.cfg.gpus == 1:
@@ -250,15 +243,6 @@ class VllmEngine(Engine):
             sleep.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def read_completions(request: RequestOutput, names_G: list[str]) -> list[Completion]:
-    """Return the completions of a finished request, in order, with the log-probs stored under `names_G`, vLLM's ids."""
-    completions = []
-    for output in sorted(request.outputs, key=lambda output: output.index):
-        logprobs = logprob_scheduler.LOGPROBS.pop(names_G[output.index], [])
-        completions.append(Completion(list(output.token_ids), logprobs, str(output.finish_reason)))
-    return completions
 
 
 def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
@@ -289,7 +273,8 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
     }
     if cfg.format.activations == "fp8":  # by vLLM's kernel, because the dense adapter hides them from its compiler
         arguments["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
-    logging.getLogger("vllm.config.scheduler").addFilter(_is_no_scheduler_warning)
+    # Drop vLLM's warning that the class of a scheduler is not a public interface.
+    logging.getLogger("vllm.config.scheduler").addFilter(lambda said: "custom scheduler class" not in str(said.msg))
     try:
         return LLM(model=str(folder), **arguments, **of_adapter)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
@@ -297,11 +282,6 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
             f"vLLM cannot serve model.path={cfg.model.path} in {cfg.format.name} here ({type(error).__name__}: "
             f"{first_line(error)}). Type rollout=transformers, or change what it names."
         ) from error
-
-
-def _is_no_scheduler_warning(record: logging.LogRecord) -> bool:
-    """Filter vLLM's log: drop the warning that the class of a scheduler is not a public interface."""
-    return "custom scheduler class" not in str(record.msg)
 
 
 @contextmanager
