@@ -191,8 +191,7 @@ def test_many_rows_go_through_unpacked_weights(built: Built, monkeypatch: pytest
 
     unpacked = product.unpacked_product
     monkeypatch.setattr(one_adapter, "UNPACK_ROWS", 600)
-    for module in (one_adapter, product):
-        monkeypatch.setattr(module, "unpacked_product", spy)
+    monkeypatch.setattr(one_adapter, "unpacked_product", spy)
     built.engine.sync(CLEAN)
     out = built.sample(Sampling(1, seed=1), group_size=1)
     far = trainer_gap(built.policy, out, clean_norms(built.policy))

@@ -15,7 +15,7 @@ from played_modules import imported_over
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import tiles
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.rollout.vllm import fp4_tiles, product
+from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS
 
 N, K, RANK = 64, 32, 8
@@ -117,7 +117,7 @@ def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
     monkeypatch.setattr(fp4_tiles, "shared_by_mps", lambda: False)
     monkeypatch.setattr(fp4_tiles, "linear", playing("tiles"))
     monkeypatch.setattr(one_adapter, "stacked_product", playing("dense"))
-    monkeypatch.setattr(product, "unpacked_product", playing("unpacked"))
+    monkeypatch.setattr(one_adapter, "unpacked_product", playing("unpacked"))
     monkeypatch.setattr(Kernel, "apply", lambda method, layer, x, bias: playing("base")(x))
     return ways
 

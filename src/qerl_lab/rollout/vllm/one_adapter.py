@@ -43,7 +43,7 @@ from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.vllm import fp4_tiles
-from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, stacked_product, tiles_product, unpacked_product
+from qerl_lab.rollout.vllm.product import TILES_ROWS, UNPACK_ROWS, add_adapter, stacked_product, unpacked_product
 
 Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r]
 
@@ -305,9 +305,11 @@ class OneAdapterMethod(LinearMethodBase):
         plain = None if bias is None else layer.plain_bias
         if dense_rows and rows >= dense_rows:
             return stacked_product(x, layer.stacked, self.alpha, B, self.sizes, plain)
+        if self.routes.fp4_tiles and rows > TILES_ROWS:
+            return unpacked_product(x, self.decoders, A, B, self.sizes, plain)
         if self.routes.fp4_tiles:
             packed, divisor, meeting = (getattr(layer, name) for name in OF_TILES)
-            return tiles_product(x, packed, divisor, meeting, self.decoders, A, B, self.sizes, plain)
+            return fp4_tiles.linear(x, packed, divisor, A, B, self.sizes, meeting, plain)
         if self.packed_layers and rows >= UNPACK_ROWS:
             return unpacked_product(x, [part.decoder for part in self.packed_layers], A, B, self.sizes, plain)
         y = self.base.apply(layer, x, bias)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from qerl_lab.formats.format import Decoder
 from qerl_lab.model.linear import scaled_linear
-from qerl_lab.rollout.vllm import fp4_tiles
 
 # Bounds of the routes on a GPU. On an H200 at rank 32 the kernels win up to 256 rows, the most measured, except where
 # x A^T is large: for down_proj at 256 rows cuBLAS is faster by 1 microsecond of 13 (7B) and 6 of 17 (32B;
@@ -109,20 +108,6 @@ def unpacked_product(
             torch.addmm(added, inner, B_of_part.t(), out=own)
         own.addmm_(x, decoder.unpack(x.dtype).t(), alpha=decoder.alpha)
     return y
-
-
-def tiles_product(
-    x: Tensor, packed: Tensor, divisor: Tensor, meeting: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor,
-    sizes: list[int], bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return x W^T + bias plus the adapter's product, y `[M, N]`, for a weight in the layout of `fp4_tiles`.
-
-    Up to `TILES_ROWS` rows of x it calls `fp4_tiles.linear`, for more rows `unpacked_product`, which is then faster.
-    Arguments are as in these two functions.
-    """
-    if len(x) > TILES_ROWS:
-        return unpacked_product(x, decoders, A, B, sizes, bias)
-    return fp4_tiles.linear(x, packed, divisor, A, B, sizes, meeting, bias)
 
 
 @add_adapter.register_fake
