@@ -6,7 +6,7 @@ Suffixes name the axes of ragged lists: `x_P` is a list by prompt, `x_P_G` by pr
 import random
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
@@ -100,19 +100,13 @@ class EngineFailed(RuntimeError):
 def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling: Sampling) -> None:
     """Raise EngineFailed unless each of the `prompts` prompts has `group_size` nonempty completions.
 
-    Each completion needs a finish reason and one log-prob per token; with top_p < 1 it may lack all log-probs.
+    Each completion needs one log-prob per token; with top_p < 1 it may lack all log-probs.
     """
-    parts: dict[str, Sequence[Sequence[object]]] = {
-        "completions": rollout.completion_ids_P_G,
-        "log-probs": rollout.logprobs_P_G,
-        "finish reasons": rollout.finish_reasons_P_G,
-    }
-    for what, groups in parts.items():
-        if (sizes := [len(group) for group in groups]) != prompts * [group_size]:
-            raise EngineFailed(
-                f"the engine gave {sum(sizes)} {what} for {len(sizes)} prompts; asked: {group_size} for each of "
-                f"{prompts}"
-            )
+    if (sizes := [len(group) for group in rollout.completion_ids_P_G]) != prompts * [group_size]:
+        raise EngineFailed(
+            f"the engine gave {sum(sizes)} completions for {len(sizes)} prompts; asked: {group_size} for each of "
+            f"{prompts}"
+        )
     for ids_G, logprobs_G in zip(rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True):
         for ids, logprobs in zip(ids_G, logprobs_G, strict=True):
             untold = sampling.top_p < 1 and not logprobs
