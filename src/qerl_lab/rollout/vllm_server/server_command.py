@@ -27,20 +27,18 @@ def commands(cfg: RunConfig) -> list[str]:
     path = cfg.model.path
     folder = gguf.unpack(gguf.existing_file(path, "model.path")) if gguf.is_gguf(path) else on_disk.local_path(path)
     packed = folder is not None and stored_as(folder) is not None  # take a hub model as dense without a download
+    lines = []
     if cfg.format.name != DENSE_FORMAT and not packed:
         how = [cfg.format.name, *(f"{key}_{value}" for key, value in changed_format_options(cfg).items())]
         served = f"packed/{Path(path).name.removesuffix(gguf.SUFFIX)}-{'-'.join(how)}"
-        return [quantize_line(cfg, served), serve_line(cfg, [served])]
-    if folder is not None:
-        return [serve_line(cfg, [str(folder.resolve())])]
-    return [serve_line(cfg, [path, "--revision", cfg.model.revision] if cfg.model.revision else [path])]
-
-
-def serve_line(cfg: RunConfig, model: list[str]) -> str:
-    """Return the shell command that serves `model`, the words that name the model, with the settings of a run."""
+        lines, model = [quantize_line(cfg, served)], [served]
+    elif folder is not None:
+        model = [str(folder.resolve())]
+    else:
+        model = [path, "--revision", cfg.model.revision] if cfg.model.revision else [path]
     environment = ENVIRONMENT | (MARLIN_FOR_FP8 if cfg.format.name == "fp8" else {})
     variables = " ".join(f"{name}={value}" for name, value in environment.items())
-    return f"{variables} {shlex.join(['vllm', 'serve', *model, *flags(cfg)])}"
+    return [*lines, f"{variables} {shlex.join(['vllm', 'serve', *model, *flags(cfg)])}"]
 
 
 def quantize_line(cfg: RunConfig, out: str) -> str:

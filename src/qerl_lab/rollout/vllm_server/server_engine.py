@@ -8,7 +8,7 @@ import secrets
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,12 @@ class VllmServerEngine(Engine):
         self._open.callback(self._server.close)
         self._name = f"policy-{secrets.token_hex(4)}"  # name of the adapter on the server, unique to this engine
         try:
-            self._folder = Path(self._open.enter_context(self._temporary_folder()))
+            if own.adapter_dir is None:
+                self._folder = self._open.enter_context(scratch_folder(adapter_bytes(policy.model)))
+            else:
+                Path(own.adapter_dir).mkdir(parents=True, exist_ok=True)
+                made = tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(own.adapter_dir).absolute())
+                self._folder = Path(self._open.enter_context(made))
             write_settings(policy.model, self._folder)
             # A server that differs would train the policy on another model's completions, unnoticed.
             self._check_settings()
@@ -71,16 +76,6 @@ class VllmServerEngine(Engine):
         except BaseException:
             self.close()
             raise
-
-    def _temporary_folder(self) -> AbstractContextManager[str | Path]:
-        """Return a context manager that makes a temporary folder for the adapter's files.
-
-        It lies in rollout.vllm_server.adapter_dir if that is set, else on this machine, in RAM if there is room.
-        """
-        if (shared := self.cfg.rollout.vllm_server.adapter_dir) is None:
-            return scratch_folder(adapter_bytes(self.policy.model))
-        Path(shared).mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(shared).absolute())
 
     def _check_settings(self) -> None:
         """Raise ConfigError if there is no server, or if its settings differ from those that `serve_line` prints."""
