@@ -84,7 +84,6 @@ def test_ratios_of_steps_compare_equal_micro_batches() -> None:
         (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, fp8, mxfp4, nf4, nvfp4, qlora. Did you mean bf16?"),
         (["train_step", "length=1"], "length=1"),
         (["step", "arms=['nvfp4 optim.micro_batch_size=null']"], "null works in a run only. Type for example 8."),
-        (["rollout", "arms=['bf16_stock enforce_eager=true']", "scratch=none"], "error: scratch=none is no directory."),
         (["train_step", "BENCHMARK=x"], "BENCHMARK is not a known key. Allowed: length, sequences, arms"),
         (["train_step"], "error: The benchmarks need an NVIDIA GPU"),
     ],

@@ -36,16 +36,18 @@ def test_an_arm_is_a_name_and_overrides() -> None:
     ("options", "message"),
     [
         (RolloutOptions(arms=["nvfp5"]), r"'nvfp5' in arms is not allowed; allowed: bf16_stock, .* mean nvfp4\?"),
-        (RolloutOptions(arms=["bf16_trl"]), "'bf16_trl' in arms is not allowed; allowed: bf16_stock"),
         (RolloutOptions(arms=["nvfp4 eager"]), "eager in the arm 'nvfp4 eager' is no KEY=VALUE that can be read"),
         (RolloutOptions(arms=["nvfp4 lora.rank=16,32"]), "lora.rank=16,32 in the arm .* is no KEY=VALUE that can be"),
-        (RolloutOptions(arms=["nvfp4 lora.rank={"]), r"lora.rank=\{ in the arm .* is no KEY=VALUE that can be read"),
         (RolloutOptions(arms=["nvfp4 gpus=2"], scratch="/"), "gpus=2 in the arm 'nvfp4 gpus=2' is for whole steps"),
         (RolloutOptions(scratch="/nowhere"), "scratch=/nowhere is no directory. Type scratch=DIR"),
-        (StepOptions(arms=["bf16_stock"]), "'bf16_stock' in arms"),
+        (StepOptions(arms=["bf16_stock"]), "'bf16_stock' in arms is not allowed; allowed: bf16_trl"),
         (StepOptions(micro_batch=7, scratch="/"), "micro_batch=7 does not divide groups x group_size = 64"),
+        (RolloutOptions(arms=["nvfp4 rollout.vllm.kv_cach_dtype=fp8"]), "Did you mean rollout.vllm.kv_cache_dtype?"),
+        (RolloutOptions(arms=["nvfp4 rollout.vllm.linear_backend=fp4_tiles"], ranks=[32, 512]),
+         "the arm 'nvfp4 rollout.vllm.linear_backend=fp4_tiles' with rank 512: .*fp4_tiles"),
+        (StepOptions(arms=["nvfp4 device=cpu gpus=3"]), r"rollout\.prompts_per_step=8 cannot be split over gpus=3"),
     ],
-)
+)  # fmt: skip
 def test_wrong_options_are_refused(options: RolloutOptions | StepOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(options)
@@ -68,25 +70,6 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     (tmp_path / "scratch").mkdir()
     return {"model": "qwen2.5-0.5b", "scratch": str(tmp_path / "scratch"), "out": str(tmp_path / "out" / "result")}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("rollout", {"arms": ["bf16_stock", "bf16 rollout.vllm.linear_backend=fp4_tiles"]},
-         r"the arm 'bf16 rollout\.vllm\.linear_backend=fp4_tiles' with rank 32: .*fp4_tiles"),
-        ("rollout", {"arms": ["nvfp4 rollout.vllm.kv_cach_dtype=fp8"]}, "Did you mean rollout.vllm.kv_cache_dtype?"),
-        ("rollout", {"arms": ["nvfp4 rollout.vllm.linear_backend=fp4_tiles"], "ranks": [32, 512]},
-         "rank 512: .*fp4_tiles"),
-        ("step", {"arms": ["nvfp4 device=cpu gpus=3"]}, r"rollout\.prompts_per_step=8 cannot be split over gpus=3"),
-    ],
-)  # fmt: skip
-def test_overrides_that_do_not_fit_are_refused_before_a_checkpoint_is_written(
-    small: dict[str, Any], name: str, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        command.measure((RolloutOptions if name == "rollout" else StepOptions)(**small | options))
-    assert not list(Path(small["scratch"]).iterdir())
 
 
 def plays(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -236,16 +219,14 @@ def test_what_killed_benchmarks_and_arms_left_is_removed_and_nothing_in_use(
     monkeypatch.setattr(arm_processes, "IN_MEMORY", memory)
     plays(
         monkeypatch,
-        f"from qerl_lab.rollout.vllm import base; base.IN_MEMORY = Path({str(memory)!r})\n"
-        "kept = base.scratch_folder(10); write({'batch': 8, 'folder': str(kept.__enter__())})\n"
-        "os.kill(os.getpid(), 9)",
+        f"kept = Path({str(memory)!r}, 'qerl-lab-0123456789ab-0'); kept.mkdir(); (kept / 'weights').touch()\n"
+        "write({'batch': 8}); os.kill(os.getpid(), 9)",
     )
     with named_folder(arm_processes.SCRATCH, scratch) as live:
         arm_processes.prepare(RolloutOptions(arms=["bf16"], **small))
         assert sorted(path.name for path in scratch.iterdir()) == sorted([live.name, "qerl-lab-bench-elsewhere-0"])
-        measured, died = arm_processes.run(RolloutOptions(arms=["bf16"], **small))
+        _, died = arm_processes.run(RolloutOptions(arms=["bf16"], **small))
         assert live.exists()
-    assert Path(measured["folder"]).parent == memory
     assert died["died"].startswith("ended by signal 9")
     assert list(memory.iterdir()) == []
 
