@@ -1,4 +1,4 @@
-"""The contract of an engine (`rollout/engine.py`), on every engine, and on wrong ones that each check must find.
+"""The contract of an engine (`rollout/engine.py`), on every engine.
 
 A new engine adds a line to `NATS`, and to `built` what it needs.
 """
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 import vllm_servers
-import wrong_engines
 from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise, observed_std
 from qerl_lab.config.schema import ENGINES
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
-from qerl_lab.rollout.transformers import TransformersEngine
 from rollouts import distributions, gap, of_tokens, rows, unequal_prompts
 
 NATS = {"transformers": 1e-4, "vllm": 1e-4, "vllm_server": 1e-4}  # how near the log-probs of an engine come to float64
@@ -340,31 +338,3 @@ def test_an_engine_over_all_weights_keeps_what_hangs_on_weights(fresh: Built, ch
 
 def test_every_engine_is_held() -> None:
     assert {settings["rollout__engine"] for settings in SETTINGS.values()} == set(ENGINES)
-
-
-@pytest.mark.parametrize("built", ["transformers"], indirect=True)
-@pytest.mark.parametrize(
-    ("wrong", "check"),
-    [
-        (wrong_engines.RepeatsOneDraw, check_shapes),
-        (wrong_engines.ReadsPadding, check_logprobs),
-        (wrong_engines.ForgetsTheTemperature, check_logprobs),
-        (wrong_engines.DrawsFlatter, check_draw),
-        (wrong_engines.ForgetsTheNucleus, check_nucleus),
-        (wrong_engines.DrawsWhenGreedy, check_greedy),
-        (wrong_engines.DrawsASeed, check_seed),
-        (wrong_engines.CallsAnEndAtTheLimitALength, check_end_at_the_limit),
-        (wrong_engines.CountsPrompts, check_progress),
-        (wrong_engines.KeepsItsAdapter, check_adapter),
-        (wrong_engines.StaysNoisy, check_noise),
-        (wrong_engines.DrawsOnce, check_noise),
-        (wrong_engines.Accumulates, check_no_accumulation),
-        (wrong_engines.WakesWithoutNoise, check_sleep),
-        (wrong_engines.LeavesItsNorms, check_policy_is_left_as_found),
-        (wrong_engines.StaysInItsMode, check_policy_is_left_as_found),
-        (wrong_engines.SeedsEverything, check_close),
-    ],
-)
-def test_a_wrong_engine_is_found(fresh: Built, wrong: type[TransformersEngine], check: Callable) -> None:
-    with pytest.raises(AssertionError):
-        check(replace(fresh, engine=wrong(fresh.policy, batch_size=64), make=partial(wrong, fresh.policy, 64)))
