@@ -1,54 +1,44 @@
-"""Read clock speed, power, temperature and memory of the GPU."""
+"""Read clock speed and memory of the GPU."""
 
-import csv
-import io
 import shutil
+import statistics
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pandas as pd
 import torch
 from torch import nn
 
 from qerl_lab.config.units import GIB
 
-READ = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gpu"}  # nvidia-smi's name by column
-
 
 @contextmanager
 def clocks() -> Iterator[dict[str, float | None]]:
-    """Context manager: measure clock (MHz), power (watts) and temperature (celsius) of the GPU during a `with` block.
+    """Context manager: measure the GPU's clock during a `with` block.
 
-    Yields a dict with the keys of READ. Its values are None during the block. After it clock and power are the medians
-    of what nvidia-smi printed, and the temperature is the maximum. All stay None without nvidia-smi or a GPU.
+    Yields a dict that has under `sm_mhz` after the block the median of what nvidia-smi printed, in MHz; None without
+    nvidia-smi or a GPU.
     """
-    row: dict[str, float | None] = dict.fromkeys(READ)
+    row: dict[str, float | None] = {"sm_mhz": None}
     program = shutil.which("nvidia-smi")
     if program is None or not torch.cuda.is_available():
         yield row
         return
     this = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    query = f"--query-gpu={','.join(READ.values())}"
-    command = [program, "-i", this, query, "--format=csv,noheader,nounits", "-lms", "250"]
+    command = [program, "-i", this, "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "250"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield row
     finally:
         process.terminate()
-        row |= parse_clocks(process.communicate()[0])
+        row["sm_mhz"] = median_clock(process.communicate()[0])
 
 
-def parse_clocks(lines: str) -> dict[str, float | None]:
-    """Parse the lines that nvidia-smi printed; return the values that `clocks` describes, with the keys of READ.
-
-    Skips incomplete or odd lines and lines with [N/A]. Returns an empty dict if no line is left.
-    """
-    read = pd.read_csv(
-        io.StringIO(lines), names=list(READ), skipinitialspace=True, quoting=csv.QUOTE_NONE, on_bad_lines="skip"
-    )
-    whole = read.apply(pd.to_numeric, errors="coerce").dropna()
-    return {} if whole.empty else whole.agg({"sm_mhz": "median", "watts": "median", "celsius": "max"}).to_dict()
+def median_clock(printed: str) -> float | None:
+    """Return the median of the numbers that nvidia-smi printed, one a line. Skips [N/A] and an incomplete last line."""
+    whole, _, _ = printed.rpartition("\n")
+    read = [int(line) for line in whole.splitlines() if line.isdecimal()]
+    return statistics.median(read) if read else None
 
 
 def wait_for_gpu() -> None:

@@ -31,8 +31,8 @@ class RandomPolicy(Policy):
 class Lab:
     """The policy of a job with its adapter, and the engine that samples from this policy.
 
-    `row` has the seconds to load the policy and to start the engine, the GiB of the policy's base weights, and
-    `linear_backend` if the engine has such a setting.
+    `row` has the seconds to start the engine, the GiB of the policy's base weights, and `linear_backend` if the engine
+    has such a setting.
     """
 
     policy: Policy
@@ -42,15 +42,12 @@ class Lab:
 
 def build(job: Job) -> Lab:
     """Build the policy and the engine of a job."""
-    cfg, started = job.config(), time.perf_counter()
+    cfg = job.config()
     policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))
     load_adapter(policy.model, Path(job.adapter))
-    loaded = time.perf_counter()
+    started = time.perf_counter()
     engine = rollout.build(cfg, policy)
-    row: Row = {
-        "load_seconds": loaded - started, "start_seconds": time.perf_counter() - loaded,
-        "policy_gib": base_gib(policy.model),
-    }  # fmt: skip
+    row: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(policy.model)}
     if engine.linear_backend is not None:
         row["linear_backend"] = engine.linear_backend  # the lab's setting: vLLM's own does not know the lab's kernel
     return Lab(policy, engine, row)

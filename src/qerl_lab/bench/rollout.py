@@ -92,7 +92,7 @@ def time_calls(sampler: "LabSampler | StockSampler", job: Job, batch: int) -> Ro
     return {
         "tokens_per_second": tokens / seconds, "tokens_per_second_min": tokens / whole["seconds"].max(),
         "tokens_per_second_max": tokens / whole["seconds"].min(), "seconds": seconds,
-        "decode_ms": 1e3 * (seconds - medians.loc[short_new, "seconds"]) / (new - short_new), "short_new": short_new,
+        "decode_ms": 1e3 * (seconds - medians.loc[short_new, "seconds"]) / (new - short_new),
         "host_share": medians.loc[new, "host_share"], "sync_ms": 1e3 * calls["sync_seconds"].median(),
         "nats": calls["nats"].mean(),
     }  # fmt: skip

@@ -195,7 +195,6 @@ def summarize(job: Job, steps: list[Step]) -> Row:
     of_steps = pd.DataFrame(timed)
     return of_steps.median().to_dict() | {
         "tokens_per_second": of_steps["tokens"].sum() / of_steps["step_seconds"].sum(),
-        "step_seconds_min": of_steps["step_seconds"].min(), "step_seconds_max": of_steps["step_seconds"].max(),
         "completions": completions,
         **{name: options[name] for name in ("prompt", "new", "mean_tokens", "micro_batch", "steps")},
     }  # fmt: skip

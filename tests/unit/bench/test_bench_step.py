@@ -29,7 +29,7 @@ def options(**changes: Any) -> StepOptions:
 def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
     (row,) = one_arm.rows_of(job(tmp_path, arm, options()))
     assert row["tokens"] == pytest.approx(8 * 8)
-    assert row["step_seconds_min"] <= row["step_seconds"] <= row["step_seconds_max"]
+    assert row["step_seconds"] > 0
     assert row["grad_norm"] > 0
     assert 5 < row["nats"] < 6
     assert (row["completions"], row["micro_batch"], row["steps"]) == (8, 4, 2)
