@@ -71,6 +71,6 @@ def test_vllm_s_layers_get_the_adapter_scaled_by_alpha_over_rank(
     }  # fmt: skip
     with imported_over(monkeypatch, "qerl_lab.rollout.vllm.adapter", played) as module:
         adapter = module.DenseAdapter(None, tiny(lora__rank=4, lora__alpha=alpha))
-    adapter.read, adapter.buffers = [], Mock()
+    adapter.buffers = Mock()
     adapter.sync(Mock(apply_model=lambda call: [call(None)]))
     adapter.buffers.write.assert_called_once_with(scaling)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,7 +73,12 @@ def of_peft(learner: Policy) -> Tensor:
     return logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(IDS)[1:, None])[:, 0].float()
 
 
-def write(llm: LLM, adapter: dict[str, tuple[Tensor, Tensor]], scaling: float = SCALING) -> None:
+def pair(A: Tensor, B: Tensor) -> tuple[Any, Any]:
+    """Modules with these weights, as PEFT has them."""
+    return SimpleNamespace(weight=A), SimpleNamespace(weight=B)
+
+
+def write(llm: LLM, adapter: dict[str, tuple[Any, Any]], scaling: float = SCALING) -> None:
     def worker(model: nn.Module) -> None:
         one_adapter.AdapterBuffers(model, adapter).write(scaling)
 
@@ -83,14 +89,17 @@ def test_writing_moves_no_storage_of_the_engine_and_no_tensor_of_the_learner(llm
     def buffers(model: nn.Module) -> dict[str, int]:
         return {name: buffer.data_ptr() for name, buffer in model.named_buffers() if "adapter_" in name}
 
-    adapter = one_adapter.adapter_of(learner.model)
-    before, held = llm.apply_model(buffers)[0], {name: (A.clone(), B.clone()) for name, (A, B) in adapter.items()}
+    adapter = one_adapter.lora_modules(learner.model)
+    before, held = (
+        llm.apply_model(buffers)[0],
+        {name: (A.weight.clone(), B.weight.clone()) for name, (A, B) in adapter.items()},
+    )
     write(llm, adapter)
     assert llm.apply_model(buffers)[0] == before
     assert len(before) == 2 * 4 * 3  # A and B of qkv, o, gate_up and down in three layers
     for name, (A, B) in adapter.items():
-        assert torch.equal(A, held[name][0])
-        assert torch.equal(B, held[name][1])
+        assert torch.equal(A.weight, held[name][0])
+        assert torch.equal(B.weight, held[name][1])
 
 
 def without(name: str) -> Callable[[dict], dict]:
@@ -102,18 +111,18 @@ UNFIT = {
     f"1 layers have another adapter .*, the first {DOWN}: shapes None": without(DOWN),
     "1 layers have another adapter .*, the first lm_head: .*; allowed: None": lambda own: own | {"lm_head": own[DOWN]},
     rf"1 layers have another adapter .*, the first {DOWN}: shapes \[": lambda own: own | {
-        DOWN: (own[DOWN][0][:2], own[DOWN][1][:, :2])
+        DOWN: pair(own[DOWN][0].weight[:2], own[DOWN][1].weight[:, :2])
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("said", UNFIT)
 def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(llm: LLM, learner: Policy, said: str) -> None:
-    adapter = one_adapter.adapter_of(learner.model)
+    adapter = one_adapter.lora_modules(learner.model)
     write(llm, adapter)
     before = logprobs(llm)
     with pytest.raises(ConfigError, match=said):
-        write(llm, UNFIT[said]({name: (2 * A, B) for name, (A, B) in adapter.items()}))
+        write(llm, UNFIT[said]({name: pair(2 * A.weight, B.weight) for name, (A, B) in adapter.items()}))
     assert torch.equal(logprobs(llm), before)
 
 
@@ -121,9 +130,9 @@ def test_a_part_of_a_fused_layer_may_go_without(tiny, build_policy) -> None:
     targets = ["self_attn.k_proj", "gate_proj", "o_proj"]
     learner = build_policy(tiny(format__name="bf16", lora__rank=RANK, lora__target_modules=targets))
     with serving(**one_adapter.llm_arguments(ASSETS, RANK, targets)) as llm:
-        write(llm, one_adapter.adapter_of(learner.model), 1.0)
+        write(llm, one_adapter.lora_modules(learner.model), 1.0)
         assert (logprobs(llm) - of_peft(learner)).abs().max() < NATS
-        own = one_adapter.adapter_of(learner.model)
+        own = one_adapter.lora_modules(learner.model)
         more = own | {name.replace("gate", "up"): pair for name, pair in own.items()}
         with pytest.raises(ConfigError, match=r"3 layers have another adapter .*, the first .*0\.mlp\.up_proj"):
             write(llm, more, 1.0)

@@ -44,20 +44,13 @@ class DenseAdapter:
         With FP8 activations vLLM's layers read only their own weights, because a product that unpacks the policy's
         weights would take activations in 16 bits.
         """
-        layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.adapter_of(self.model)
+        layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.lora_modules(self.model)
         if self.cfg.format.activations != "fp8":
             llm.apply_model(lambda model: one_adapter.use_packed_layers(model, layers))
         self.buffers: AdapterBuffers = llm.apply_model(lambda model: AdapterBuffers(model, adapter))[0]
-        modules = (module for pair in one_adapter.lora_modules(self.model).values() for module in pair)
-        self.read = [(module, module.weight) for module in modules]
 
     def sync(self, llm: LLM) -> None:
-        """Copy the policy's adapter into vLLM's layers.
-
-        Raises AssertionError if the policy's adapter consists of other tensors than at `begin`.
-        """
-        if any(module.weight is not weight for module, weight in self.read):
-            raise AssertionError("the policy's adapter has other tensors than when the engine began")
+        """Copy the policy's adapter into vLLM's layers."""
         scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank
         llm.apply_model(lambda model: self.buffers.write(scaling))
 

@@ -345,19 +345,14 @@ def lora_modules(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
     }  # fmt: skip
 
 
-def adapter_of(model: PeftModel) -> dict[str, Pair]:
-    """Return the policy's adapter matrices A and B, without copying them, by full name of the base layer."""
-    return {name: (a.weight, b.weight) for name, (a, b) in lora_modules(model).items()}
-
-
 class AdapterBuffers:
     """Copies the policy's adapter into the buffers of vLLM's layers.
 
     Finds the buffers once, when it is built, because the search takes 10 ms in a 7B model.
     """
 
-    def __init__(self, model: nn.Module, adapter: Mapping[str, Pair]) -> None:
-        """Find the buffers in vLLM's `model` for the matrices of `adapter`, from `adapter_of`.
+    def __init__(self, model: nn.Module, adapter: Mapping[str, tuple[nn.Linear, nn.Linear]]) -> None:
+        """Find the buffers in vLLM's `model` for the matrices of `adapter`, from `lora_modules`.
 
         Raises ConfigError unless `adapter` covers the same layers as the buffers, with the same shapes.
         """
@@ -366,7 +361,7 @@ class AdapterBuffers:
             method = getattr(layer, "quant_method", None)
             if isinstance(method, OneAdapterMethod):
                 places |= method.places(layer)
-        given = {name: [tuple(A.shape), tuple(B.shape)] for name, (A, B) in adapter.items()}
+        given = {name: [tuple(A.weight.shape), tuple(B.weight.shape)] for name, (A, B) in adapter.items()}
         built = {name: [tuple(A.shape), tuple(B.shape)] for name, (A, B) in places.items()}
         if differing := sorted(name for name in given.keys() | built.keys() if given.get(name) != built.get(name)):
             name = differing[0]
@@ -375,7 +370,7 @@ class AdapterBuffers:
                 f"shapes {given.get(name)}; allowed: {built.get(name)}, None for no adapter. Type lora.target_modules "
                 "with linear layers of the model's blocks alone."
             )
-        self.A, self.B = [adapter[name][0] for name in places], [adapter[name][1] for name in places]
+        self.modules = [adapter[name] for name in places]
         self.places_of_A, self.places_of_B = [A for A, _ in places.values()], [B for _, B in places.values()]
 
     def write(self, scaling: float) -> None:
@@ -386,5 +381,5 @@ class AdapterBuffers:
         # All layers in three calls, because one call per layer would take longer than the copy. `torch.optim` uses the
         # same private functions; tests/unit/rollout/test_one_adapter.py fails if they disappear.
         with torch.no_grad():
-            torch._foreach_copy_(self.places_of_A, self.A)
-            torch._foreach_copy_(self.places_of_B, torch._foreach_mul(self.B, scaling))
+            torch._foreach_copy_(self.places_of_A, [A.weight for A, _ in self.modules])
+            torch._foreach_copy_(self.places_of_B, torch._foreach_mul([B.weight for _, B in self.modules], scaling))
