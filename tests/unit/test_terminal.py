@@ -92,13 +92,6 @@ def test_the_collector_waits_and_is_back_also_after_an_error() -> None:
     assert gc.isenabled()
 
 
-def test_it_stays_off_where_it_was_off() -> None:
-    gc.disable()
-    with terminal.quiet_imports():
-        pass
-    assert not gc.isenabled()
-
-
 def test_a_run_is_imported_so(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen where third parties are made quiet, which imports some; what is refused there ends it."""
     seen: list[bool] = []

@@ -115,7 +115,6 @@ def quiet_imports() -> Iterator[None]:
     Scanning their million objects takes a sixth of the import time. The objects are also left out of later collections,
     because every training calls `gc.collect()`.
     """
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         quiet_third_parties()  # some packages print during import
@@ -123,8 +122,7 @@ def quiet_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 def say(text: str) -> None:
