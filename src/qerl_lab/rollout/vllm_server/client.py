@@ -12,6 +12,7 @@ from qerl_lab.rollout.engine import EngineFailed
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
 PAUSE_SECONDS, CONNECT_SECONDS, ANSWER_SECONDS = 0.5, 10.0, 120.0
+LINE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
 AWAY = (502, 503, 504)  # answers of a proxy or of a server that shuts down
 
 
@@ -65,8 +66,8 @@ class Server:
             if time.monotonic() - lost >= self.patience:
                 raise EngineFailed(
                     f"{self.name} is away ({why}): tried for {self.patience:g} s "
-                    "(rollout.vllm_server.patience_seconds). Type python -m qerl_lab.tools.serve_line and the words "
-                    "of this run for the command that starts it, or rollout.vllm_server.url=URL if it is elsewhere."
+                    f"(rollout.vllm_server.patience_seconds). {LINE} If the server is elsewhere, type "
+                    "rollout.vllm_server.url=URL."
                 )
             time.sleep(min(PAUSE_SECONDS, self.patience))
         if response.status_code in (401, 403):

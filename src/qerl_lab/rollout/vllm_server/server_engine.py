@@ -32,10 +32,9 @@ from qerl_lab.rollout.vllm.transfer import (
     write_settings,
     write_weights,
 )
-from qerl_lab.rollout.vllm_server.client import Refused, Server, Unanswered
+from qerl_lab.rollout.vllm_server.client import LINE, Refused, Server, Unanswered
 from qerl_lab.rollout.vllm_server.server_command import settings
 
-LINE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
 AT_LEAST = ("max_model_len", "max_lora_rank")  # a server may have more of these
 PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
 PROBE_TOKENS = 16
@@ -161,13 +160,10 @@ class VllmServerEngine(Engine):
             raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
 
     def norms(self) -> dict[str, Tensor]:
-        """Read the noisy norms back from the server. Raises EngineFailed if its workers hold different weights."""
+        """Read the noisy norms back from the server's workers, each of which may hold some of the layers."""
         encoded: dict[str, list[str]] = {}
         for of_worker in self._call_workers("qerl_norms", names=list(self.policy.norms)):
-            for name, weight in of_worker.items():
-                if name in encoded and encoded[name] != weight:
-                    raise EngineFailed(f"the workers of {self._server.name} hold different weights of {name}")
-                encoded[name] = weight
+            encoded |= of_worker
         names = [name for name in self.policy.norms if name in encoded]
         return {name: decode_tensor(*encoded[name]).to(self.policy.device) for name in names}
 
