@@ -42,7 +42,13 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
         on_disk.check(folder, cfg)
     if cfg.lora.start_from is not None:
         adapter_files.check(cfg)
-    check_directory(run_dir)
+    above = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        wrong = f"written: {above} is read-only for you" if above.is_dir() else f"made: {above} is a file"
+        raise ConfigError(
+            f"the run directory {run_dir} cannot be {wrong}. Type another: run_dir=DIR, for a sweep "
+            "hydra.sweep.dir=DIR."
+        )
     if is_here:
         check_machine(cfg, run_dir)
     return question_counts.check(cfg)
@@ -50,11 +56,30 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
 
 def check_machine(cfg: RunConfig, run_dir: Path) -> None:
     """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
-    folder, values = on_disk.local_path(cfg.model.path), values_of(cfg)
-    _check_device(cfg)
+    folder, values, has_gpu = on_disk.local_path(cfg.model.path), values_of(cfg), machine.has_gpu()
+    names = machine.visible_gpus() if cfg.device != "cpu" and has_gpu else None
+    if cfg.device == "cuda" and not has_gpu:
+        raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
+    if cfg.gpus > 1 and cfg.device != "cpu" and not has_gpu:
+        raise ConfigError(
+            f"gpus={cfg.gpus}, and this machine shows none. Type gpus=1, or device=cpu for processes on the CPU."
+        )
+    if names is not None and cfg.gpus > len(names):
+        raise ConfigError(f"gpus={cfg.gpus}, and this machine shows {len(names)}. Type gpus={len(names)} or less.")
+    cores = os.cpu_count() or 1
+    if cfg.cpu_threads > max(cores, RunConfig().cpu_threads):
+        raise ConfigError(
+            f"cpu_threads={cfg.cpu_threads} is more than the {cores} cores of this machine, which makes a run many "
+            f"times slower. Type cpu_threads={cores}."
+        )
+    if cfg.format.dense_cache == "on" and cfg.device == "auto" and has_gpu:
+        raise ConfigError(
+            "format.dense_cache=on is refused on a GPU, which device=auto takes here; allowed there: auto, off. "
+            "Type format.dense_cache=off, or device=cpu."
+        )
     _check_model_size(cfg, folder)
     for key, value, package, remedy in NEEDS_GPU:
-        if values[key] == value and not machine.has_gpu():
+        if values[key] == value and not has_gpu:
             raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
         if values[key] == value:
             _require_package(f"{key}={value}", package, remedy)
@@ -71,44 +96,6 @@ def _require_package(asked: str, package: str, remedy: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")
-
-
-def check_directory(run_dir: Path) -> None:
-    """Raise ConfigError if the run's directory could not be created or written."""
-    above = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
-    if not above.is_dir():
-        wrong = f"made: {above} is a file"
-    elif os.statvfs(above).f_flag & os.ST_RDONLY or not os.access(above, os.W_OK | os.X_OK):
-        wrong = f"written: {above} is read-only for you"
-    else:
-        return
-    raise ConfigError(
-        f"the run directory {run_dir} cannot be {wrong}. Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
-    )
-
-
-def _check_device(cfg: RunConfig) -> None:
-    """Raise ConfigError if this machine lacks the GPUs or CPU cores that the run asks for."""
-    if cfg.device == "cuda" and not machine.has_gpu():
-        raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
-    if cfg.gpus > 1 and cfg.device != "cpu" and not machine.has_gpu():
-        raise ConfigError(
-            f"gpus={cfg.gpus}, and this machine shows none. Type gpus=1, or device=cpu for processes on the CPU."
-        )
-    names = machine.visible_gpus() if cfg.device != "cpu" and machine.has_gpu() else None
-    if names is not None and cfg.gpus > len(names):
-        raise ConfigError(f"gpus={cfg.gpus}, and this machine shows {len(names)}. Type gpus={len(names)} or less.")
-    cores = os.cpu_count() or 1
-    if cfg.cpu_threads > max(cores, RunConfig().cpu_threads):
-        raise ConfigError(
-            f"cpu_threads={cfg.cpu_threads} is more than the {cores} cores of this machine, which makes a run many "
-            f"times slower. Type cpu_threads={cores}."
-        )
-    if cfg.format.dense_cache == "on" and cfg.device == "auto" and machine.has_gpu():
-        raise ConfigError(
-            "format.dense_cache=on is refused on a GPU, which device=auto takes here; allowed there: auto, off. "
-            "Type format.dense_cache=off, or device=cpu."
-        )
 
 
 def check_engine(cfg: RunConfig) -> None:
@@ -152,21 +139,16 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
         )
 
 
+@cache
 def _count_parameters(path: str, folder: Path | None) -> int | None:
     """Return the number of weights of the model `path` (the value of model.path); None if unknown.
 
     Counts them in `folder`, the model's local directory, if given. Else reads the header of a GGUF file, or the number
-    in a hub id.
+    in a hub id. Cached, because reading the vocabulary in a GGUF header takes a second or two.
     """
     if folder:
         return on_disk.parameters(folder)
-    return _gguf_header(path).parameters if gguf.is_gguf(path) else parameters_in_name(path)
-
-
-@cache
-def _gguf_header(path: str) -> gguf.Header:
-    """Read the header of a GGUF file. Cached, because reading the vocabulary in it takes a second or two."""
-    return gguf.header(Path(path).expanduser())
+    return gguf.header(Path(path).expanduser()).parameters if gguf.is_gguf(path) else parameters_in_name(path)
 
 
 def parameters_in_name(hub_id: str) -> int | None:
@@ -177,10 +159,8 @@ def parameters_in_name(hub_id: str) -> int | None:
 
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints."""
-    if cfg.trains_all:
-        trained = _count_parameters(cfg.model.path, folder) or 0
-    else:
-        trained = on_disk.adapter_parameters(folder, cfg) if folder else 0
+    count = _count_parameters(cfg.model.path, folder) or 0
+    trained = count if cfg.trains_all else on_disk.adapter_parameters(folder, cfg) if folder else 0
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
     needed = RECORD_BYTES + trained * (4 + cfg.optim.moment_bytes) * (min(cfg.checkpoint.kept, written) + 1)
     needed += 2 * trained if cfg.trains_all else 0  # RUN_DIR/model, in bfloat16
@@ -188,10 +168,8 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     store = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()  # by huggingface_hub's rules
     remedy = "Set HF_HOME to a directory on another."
     if folder is None and gguf.is_gguf(cfg.model.path):
-        needed = gguf.BYTES * _gguf_header(cfg.model.path).parameters
-        _refuse_full_disk(cache_folder(), needed, f"the weights of {cfg.model.path}", remedy)
+        _refuse_full_disk(cache_folder(), gguf.BYTES * count, f"the weights of {cfg.model.path}", remedy)
     elif folder is None and not (store / f"models--{cfg.model.path.replace('/', '--')}").is_dir():
-        count = parameters_in_name(cfg.model.path) or 0
         _refuse_full_disk(store, 2 * count, f"the download of {cfg.model.path}", remedy)
 
 
