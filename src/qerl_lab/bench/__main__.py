@@ -35,15 +35,18 @@ def measure(options: AnyOptions) -> None:
     arm_processes.prepare(options)
     for number in exits.stop_signals():  # an ended command keeps its rows and removes its checkpoint
         signal.signal(number, signal.default_int_handler)
-    about, rows = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}, list[Row]()
+    rows = list[Row]()
+    result = {
+        "benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options), "rows": rows
+    }  # fmt: skip
     for row in arm_processes.run(options):
         cells = ((key, f"{value:.4g}" if isinstance(value, float) else value) for key, value in row.items())
         shown = (f"{key} {cell}" for key, cell in cells if key not in ("log", "gib_by_owner"))
         print("  ".join(shown), file=sys.stderr, flush=True)
         rows.append(row)
-        replace_file(stem.with_suffix(".json"), json.dumps(about | {"rows": rows}, indent=1).encode() + b"\n")
-    bench_figures.draw(about | {"rows": rows}, stem.with_suffix(".png"))
-    print(bench.text(about | {"rows": rows}))
+        replace_file(stem.with_suffix(".json"), json.dumps(result, indent=1).encode() + b"\n")
+    bench_figures.draw(result, stem.with_suffix(".png"))
+    print(bench.text(result))
     written = (stem.with_suffix(suffix) for suffix in (".json", ".png"))
     print("  ".join(str(file) for file in written if file.exists()))
     if dead := [row["arm"] for row in rows if "died" in row]:
@@ -51,7 +54,6 @@ def measure(options: AnyOptions) -> None:
 
 
 def require_gpu() -> None:
-    """Raise ConfigError if torch sees no GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -41,7 +41,6 @@ class Lab:
 
 
 def build(job: Job) -> Lab:
-    """Build the policy and the engine of a job."""
     cfg = job.config()
     policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))
     load_adapter(policy.model, Path(job.adapter))

@@ -44,11 +44,9 @@ class RandomWeights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all tensors."""
         return tuple(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the tensor `name`."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:

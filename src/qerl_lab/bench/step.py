@@ -81,7 +81,6 @@ class Watch(TrainerCallback):
         self.completions, self.found, self._started, self._seconds = completions, list[Step](), 0.0, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Override TRL's hook: start the clock."""
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:

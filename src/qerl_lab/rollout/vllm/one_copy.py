@@ -28,7 +28,6 @@ Layers = dict[str, PackedLinear]
 
 
 def layers_of(policy: Policy) -> Layers:
-    """Return the policy's packed layers by checkpoint name."""
     return packed_layers(policy.base)
 
 

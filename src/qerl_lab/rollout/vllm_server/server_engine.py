@@ -79,20 +79,19 @@ class VllmServerEngine(Engine):
     def _check_settings(self) -> None:
         """Raise ConfigError if there is no server, or if its settings differ from those that `serve_line` prints."""
         try:
-            workers = self._call_workers("qerl_describe")
+            found = self._call_workers("qerl_describe")[0]  # all workers have one configuration
         except (Refused, Unanswered) as error:
             raise ConfigError(f"{error}. {LINE}") from error
         except EngineFailed as error:
             raise ConfigError(str(error)) from error
+        found["format"] = format_of(found.pop("quantization"), found.pop("quantization_config"))
         wanted = settings(self.cfg, self.policy.model.dtype) | {"format": self.cfg.format.name}
-        for found in workers:
-            found["format"] = format_of(found.pop("quantization"), found.pop("quantization_config"))
-            for key, value in found.items():
-                fits, allowed = value == wanted[key], str(wanted[key])
-                if key in AT_LEAST:
-                    fits, allowed = value >= wanted[key], f"at least {allowed}"
-                if not fits:
-                    raise ConfigError(f"{self._server.name} has {key}={value}; allowed for this run: {allowed}. {LINE}")
+        for key, value in found.items():
+            fits, allowed = value == wanted[key], str(wanted[key])
+            if key in AT_LEAST:
+                fits, allowed = value >= wanted[key], f"at least {allowed}"
+            if not fits:
+                raise ConfigError(f"{self._server.name} has {key}={value}; allowed for this run: {allowed}. {LINE}")
 
     def _check_logprobs(self) -> None:
         """Raise ConfigError if the server's weights differ from the policy's, judged by one sampled text.
