@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl_lab.bench.bench_options import Row
-from qerl_lab.bench.gpu import base_gib, clocks, memory_at_end, wait_for_gpu
+from qerl_lab.bench.gpu import base_gib, clocks, wait_for_gpu
 from qerl_lab.bench.job import Job
 from qerl_lab.bench.random_model import plain_lora
 from qerl_lab.config.units import GIB
@@ -74,8 +74,7 @@ def rows(job: Job) -> Iterator[Row]:
                 seconds.append(time.perf_counter() - started)
         median = statistics.median(seconds)
         yield {
-            "micro_batch_tokens": micro * options["length"], "step_tokens": ids.numel(),
+            "micro_batch_tokens": micro * options["length"],
             "ms": 1e3 * median, "tokens_per_second": ids.numel() / median,
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9, "base_gb": base_gib(model) * GIB / 1e9,
-            **clock, **memory_at_end(),
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9, "base_gb": base_gib(model) * GIB / 1e9, **clock,
         }  # fmt: skip

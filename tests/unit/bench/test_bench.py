@@ -56,7 +56,7 @@ def test_a_row_is_a_training_step_of_a_micro_batch_size(tmp_path: Path, arm: str
 
 
 def training_steps() -> list[dict[str, Any]]:
-    about = {"model": "m", "step_tokens": 8, "rank": 4, "ms": 1.0, "peak_gb": 2.0, "base_gb": 1.0}
+    about = {"model": "m", "rank": 4, "ms": 1.0, "peak_gb": 2.0, "base_gb": 1.0}
     return [
         {**about, "arm": arm, "loss": loss, "micro_batch_tokens": size, "tokens_per_second": speed}
         for arm, loss, size, speed in (
