@@ -19,6 +19,7 @@ from qerl_lab.formats.marlin import CODES, SCALE, Marlin, part
 from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, Tiles, pack
 from qerl_lab.model import policy
+from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Sampling
 from qerl_lab.rollout.vllm import one_copy
@@ -151,7 +152,7 @@ def test_a_step_over_a_shared_base_has_the_same_bits(
     expected = step(learner)
     assert same(step(learner), expected), "this step does not repeat itself"
     engine = rollout.build(cfg, learner)
-    layers = one_copy.layers_of(learner)
+    layers = packed_layers(learner.base)
     assert len(layers) == 28
     assert all(layer.form is not None for layer in layers.values())
     assert sample(engine) > 0
@@ -170,7 +171,7 @@ def test_the_base_is_in_memory_once(configure: Callable, backend: str) -> None:
     for share in (False, False, True):  # the first engine of a process also allocates what lives on: workspaces
         cfg, before = configure(share, backend=backend), asked_for()
         learner = policy.build(cfg, torch.device("cuda"))
-        size = sum(layer.packed_bytes() for layer in one_copy.layers_of(learner).values())
+        size = sum(layer.packed_bytes() for layer in packed_layers(learner.base).values())
         engine = rollout.build(cfg, learner)
         used.append(asked_for() - before)
         owned.append(engine.held()["vLLM's weights"])

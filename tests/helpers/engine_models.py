@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import marlin_packer
 from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, pack
+from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.vllm import one_copy
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 MarlinNvFp4LinearKernel = type("MarlinNvFp4LinearKernel", (), {})
@@ -37,7 +37,7 @@ Form = Callable[[list[dict[str, Tensor]]], nn.Module]
 
 def engine_of(policy: Policy, wrapped: bool = False, form: Form = in_marlin) -> nn.Module:
     """Build the policy's base as vLLM holds it; `wrapped` as its LoRA for many adapters wraps layers."""
-    return model_of({name: layer.packed() for name, layer in one_copy.layers_of(policy).items()}, wrapped, form)
+    return model_of({name: layer.packed() for name, layer in packed_layers(policy.base).items()}, wrapped, form)
 
 
 def model_of(layers: dict[str, dict[str, Tensor]], wrapped: bool = False, form: Form = in_marlin) -> nn.Module:

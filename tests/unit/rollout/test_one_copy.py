@@ -17,7 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, SCALE
 from qerl_lab.formats.tiles import TILES
 from qerl_lab.model.dense import base_tensors, dense_tensors
-from qerl_lab.model.linear import PackedLinear, weight_bytes
+from qerl_lab.model.linear import PackedLinear, packed_layers, weight_bytes
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm import base, one_copy
@@ -62,7 +62,7 @@ def storages(model: nn.Module) -> set[int]:
 def test_a_shared_layer_computes_with_the_same_bits_and_holds_no_weight_of_its_own(
     policy: Policy, wrapped: bool, form: Form, parts: list[str]
 ) -> None:
-    layers = one_copy.layers_of(policy)
+    layers = packed_layers(policy.base)
     before, size = gradients(policy), sum(layer.packed_bytes() for layer in layers.values())
     engine = engine_of(policy, wrapped, form)
     assert one_copy.share(policy, engine) == []
@@ -82,13 +82,13 @@ def test_a_layer_with_a_scale_that_the_form_drops_keeps_its_own(
 ) -> None:
     """7 stands for 7/512, the largest subnormal number. The others, parts of the same fused layer too, are shared."""
     name = "model.layers.1.self_attn.k_proj"
-    layer = one_copy.layers_of(policy)[name]
+    layer = packed_layers(policy.base)[name]
     layer.weight_scale.view(torch.uint8)[3, 5] = scale
     layer.hold(layer.packed())
     before = gradients(policy)
     with one_copy.packed_on_host(policy):
         assert one_copy.share(policy, engine_of(policy, form=form)) == [name] * kept
-    shared = [one for one, layer in one_copy.layers_of(policy).items() if layer.form is not None]
+    shared = [one for one, layer in packed_layers(policy.base).items() if layer.form is not None]
     assert len(shared) == 14 - kept
     assert (name in shared) != kept
     assert all(equal(a, b) for a, b in zip(gradients(policy), before, strict=True))
@@ -118,7 +118,7 @@ def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_te
 ) -> None:
     engine = engine_of(policy, form=form)
     one_copy.share(policy, engine)
-    layer = next(iter(one_copy.layers_of(policy).values()))
+    layer = next(iter(packed_layers(policy.base).values()))
     before = layer.held()
     policy.model.to("cpu", torch.bfloat16)
     assert layer.weight.untyped_storage().data_ptr() in storages(engine)
@@ -127,7 +127,7 @@ def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_te
 
 def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for the GPU."""
-    layers = one_copy.layers_of(policy)
+    layers = packed_layers(policy.base)
     layers["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
     monkeypatch.setattr(type(policy), "device", torch.device("meta"))
     with one_copy.packed_on_host(policy):
@@ -171,10 +171,10 @@ def inside_of_a_tile(layers: dict[str, PackedLinear], engine: nn.Module) -> None
 )
 def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy, change: Callable, said: str) -> None:
     engine = engine_of(policy)
-    change(one_copy.layers_of(policy), engine)
+    change(packed_layers(policy.base), engine)
     with pytest.raises(ConfigError, match=f"share_base=true .*{said}.*Type rollout.vllm.share_base=false"):
         one_copy.share(policy, engine)
-    assert not any(layer.form for layer in one_copy.layers_of(policy).values())
+    assert not any(layer.form for layer in packed_layers(policy.base).values())
 
 
 # The engine, where vLLM is not installed: over an LLM that reads its folder, packs, and does nothing else.
@@ -188,7 +188,7 @@ class Llm(PlayedLlm):
     policy: ClassVar[Policy | None] = None
 
     def __init__(self, model: str, *, kv_cache_memory_bytes: int, **_: Any) -> None:
-        layers = one_copy.layers_of(self.policy).values()
+        layers = packed_layers(self.policy.base).values()
         self.seen.append({"shared" if layer.form else layer.weight.device.type for layer in layers})
         if self.wrong is not None:
             raise self.wrong
@@ -217,16 +217,16 @@ def test_the_engine_shares_its_base_and_one_that_is_built_again_too(
     expected = gradients(policy)
     alone = engine_module.VllmEngine(policy, cfg).held()["vLLM's weights"]
     assert Llm.seen.pop() == {"cpu"}
-    assert not any(layer.form for layer in one_copy.layers_of(policy).values())
+    assert not any(layer.form for layer in packed_layers(policy.base).values())
     cfg.rollout.vllm.share_base = True
     engine = engine_module.VllmEngine(policy, cfg)
-    assert all(layer.form for layer in one_copy.layers_of(policy).values())
+    assert all(layer.form for layer in packed_layers(policy.base).values())
     size = one_copy.shared_bytes(policy)
     assert alone - engine.held()["vLLM's weights"] == size > 0
     engine.close()
     again = engine_module.VllmEngine(policy, cfg)
     assert Llm.seen == [{"cpu"}, {"cpu"}]  # the last engine's were let go before
-    held = {layer.weight.untyped_storage().data_ptr() for layer in one_copy.layers_of(policy).values()}
+    held = {layer.weight.untyped_storage().data_ptr() for layer in packed_layers(policy.base).values()}
     assert held <= storages(again.llm.apply_model(lambda model: model)[0])
     assert all(equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
 
@@ -240,7 +240,7 @@ def test_an_engine_that_does_not_start_leaves_the_policy_its_weights(
     monkeypatch.setattr(Llm, "wrong", ValueError("no memory"))
     with pytest.raises(ConfigError, match="no memory"):
         engine_module.VllmEngine(policy, cfg)
-    assert not any(layer.form for layer in one_copy.layers_of(policy).values())
+    assert not any(layer.form for layer in packed_layers(policy.base).values())
     assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
 
 
@@ -249,6 +249,6 @@ def test_the_engine_names_the_layers_that_are_not_shared(
 ) -> None:
     cfg.rollout.vllm.share_base = True
     name = "model.layers.1.self_attn.k_proj"
-    one_copy.layers_of(policy)[name].weight_scale.view(torch.uint8)[3, 5] = 7
+    packed_layers(policy.base)[name].weight_scale.view(torch.uint8)[3, 5] = 7
     engine_module.VllmEngine(policy, cfg)
     assert f"packed layers that keep weights of their own: 1, the first {name}. The engine" in capsys.readouterr().out

@@ -27,17 +27,13 @@ KERNEL = "MarlinNvFp4LinearKernel"
 Layers = dict[str, PackedLinear]
 
 
-def layers_of(policy: Policy) -> Layers:
-    return packed_layers(policy.base)
-
-
 @contextmanager
 def packed_on_host(policy: Policy) -> Iterator[None]:
     """Context manager: move the policy's packed weights to host memory, to free the GPU while vLLM loads.
 
     At the end layers return to the GPU, except those that `share` has switched to vLLM's tensors.
     """
-    layers, device = layers_of(policy).values(), policy.device
+    layers, device = packed_layers(policy.base).values(), policy.device
     for layer in layers:
         layer.hold({name: tensor.cpu() for name, tensor in layer.packed().items()})
     try:
@@ -54,7 +50,7 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
     Returns the names of the policy's layers that keep their own tensors, because vLLM's differ in some bits. Raises
     ConfigError, before any layer changes, if vLLM's model lacks a layer or the trainer cannot read its layout.
     """
-    layers = layers_of(policy)
+    layers = packed_layers(policy.base)
     pairs = list(_fused_pairs(layers, model))
     found = {name for _, parts in pairs for name in parts}
     if missing := [name for name in layers if name not in found]:
@@ -67,7 +63,7 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
 
 def shared_bytes(policy: Policy) -> int:
     """Return the bytes of the tensors that the policy shares with vLLM."""
-    return sum(layer.packed_bytes() for layer in layers_of(policy).values() if layer.form is not None)
+    return sum(layer.packed_bytes() for layer in packed_layers(policy.base).values() if layer.form is not None)
 
 
 def cannot_share(why: str) -> ConfigError:
