@@ -224,18 +224,16 @@ class VllmEngine(Engine):
         """Shut vLLM down in this process and release its memory."""
         if not hasattr(self, "llm"):  # closed before
             return
-        llm = self.llm
-        del self.llm
         self._adapter.close()
         self._norms.clear()
         if self.cfg.gpus == 1:
-            llm.llm_engine.engine_core.shutdown()
+            self.llm.llm_engine.engine_core.shutdown()
         else:  # that would destroy the process group, which is the trainer's and may be gone already
-            llm.llm_engine.model_executor.shutdown()
+            self.llm.llm_engine.model_executor.shutdown()
             if torch.distributed.is_initialized():
                 destroy_model_parallel()
             gc.unfreeze()  # vLLM froze loaded objects
-        del llm
+        del self.llm
         gc.collect()
         if self.cfg.rollout.vllm.sleep:
             from qerl_lab.rollout.vllm import sleep
