@@ -1,4 +1,4 @@
-"""Files are whole or as they were. What cannot be written is refused before the work, and leaves nothing."""
+"""Files are replaced atomically; a place that cannot be written is refused before the work."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""What can be known before a run starts is said before it starts: the model's files, the questions, the machine."""
+"""Preflight refuses a run before it starts: model files, questions, machine."""
 
 import functools
 import importlib.util
@@ -240,7 +240,7 @@ def plain(**changes: Any) -> RunConfig:
     return cfg
 
 
-def test_what_is_asked_for_beyond_the_questions_that_there_are_is_said() -> None:
+def test_more_questions_than_there_are_is_noted() -> None:
     cfg = plain(eval__questions=5000, task__train_questions=5000, task__arithmetic__max_operand=3)
     heldout, train = preflight.check(cfg, Path.cwd() / "run")
     assert heldout.startswith("eval.questions=5000: there are ")

@@ -1,4 +1,4 @@
-"""What a run says while it goes, on a terminal and elsewhere; and imports without the garbage collector."""
+"""Progress of a run on a terminal and elsewhere; imports without the garbage collector."""
 
 import gc
 import io

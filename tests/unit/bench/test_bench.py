@@ -1,4 +1,4 @@
-"""The benchmarks, as far as a CPU can run them: what is computed, what the tables say of it, what is refused."""
+"""The benchmarks on a CPU: numbers, tables, refusals."""
 
 import json
 from contextlib import nullcontext
@@ -88,7 +88,7 @@ def test_ratios_of_steps_compare_equal_micro_batches() -> None:
         (["train_step"], "error: The benchmarks need an NVIDIA GPU"),
     ],
 )
-def test_what_the_command_says(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_the_command(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     if words == ["train_step"] and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert command.main(words) == (2 if words else 0)

@@ -1,4 +1,4 @@
-"""Arms of `bench rollout` and `bench step`: their names, their processes, and what becomes of one that dies."""
+"""Arms of `bench rollout` and `bench step`: names, processes, and arms that die."""
 
 import json
 import shutil
@@ -209,7 +209,7 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
     assert list(Path(small["scratch"]).iterdir()) == []
 
 
-def test_what_killed_benchmarks_and_arms_left_is_removed_and_nothing_in_use(
+def test_folders_of_killed_benchmarks_and_arms_are_removed_unless_in_use(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     scratch, memory = Path(small["scratch"]), tmp_path / "memory"

@@ -1,4 +1,4 @@
-"""The measuring of rollouts: on an engine that does what a test says, and on vLLM itself where it is installed."""
+"""Measuring rollouts, on a scripted engine, and on vLLM where it is installed."""
 
 import math
 import os
@@ -84,7 +84,7 @@ def test_the_hosts_share_is_of_whole_calls_that_count(
     assert row["host_share"] == pytest.approx(expected)
 
 
-def test_what_a_sync_left_to_the_gpu_is_time_of_the_sync(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_a_sync_queued_count_as_its_time(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM may return from a LoRARequest before its copies are done."""
     left = [0.0]
 
@@ -124,12 +124,12 @@ def test_what_a_sync_left_to_the_gpu_is_time_of_the_sync(clock: list[float], mon
         (FakeSampler(answer, blocks=4), "holds 64 tokens, and the largest batch has 80"),
     ],
 )
-def test_what_is_not_what_was_asked_ends_the_arm(sampler: FakeSampler, message: str) -> None:
+def test_wrong_completions_end_the_arm(sampler: FakeSampler, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         list(rollout.measure(sampler, job_of(options())))
 
 
-def test_a_row_says_what_decides_the_speed() -> None:
+def test_a_row_has_the_settings_that_decide_the_speed() -> None:
     row = next(iter(rollout.measure(FakeSampler(answer), job_of(options()))))
     expected = {"max_num_seqs": 4, "prefix_caching": True, "model_runner": 2, "kv_tokens": 16_000, "kv_gib": 1.0}
     assert row == row | expected | {"weights_gib": (8 * 4 + 4) * 4 / 2**30}

@@ -140,9 +140,7 @@ def test_the_first_step_does_not_count(tmp_path: Path) -> None:
         (found(grad_norm=float("nan")), "the gradient is nan"),
     ],
 )
-def test_a_step_that_is_not_what_was_asked_ends_the_arm(
-    tmp_path: Path, steps: list[dict[str, float]], message: str
-) -> None:
+def test_wrong_steps_end_the_arm(tmp_path: Path, steps: list[dict[str, float]], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         step.summarize(job(tmp_path, LAB, options()), steps)
 

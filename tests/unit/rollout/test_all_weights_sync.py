@@ -1,4 +1,4 @@
-"""All weights on their way into vLLM, over a model with vLLM's fused layers that is made here.
+"""All weights are copied into a fake of vLLM's model with its fused layers.
 
 tests/gpu/test_vllm_engine.py has vLLM's own.
 """

@@ -17,7 +17,7 @@ WHOLE = Rollout(
 ALL, NUCLEUS = Sampling(8, seed=0), Sampling(8, seed=0, top_p=0.9)
 
 
-def test_groups_and_completions_that_lack_are_counted() -> None:
+def test_missing_groups_and_completions_are_counted() -> None:
     refuse_incomplete(WHOLE, 2, 2, ALL)
     for prompts, group_size in ((2, 3), (3, 2)):
         said = f"the engine gave 4 completions for 2 prompts; asked: {group_size} for each of {prompts}"
@@ -45,5 +45,5 @@ def test_a_completion_has_tokens_and_a_log_prob_for_each(
         refuse_incomplete(wrong, 2, 2, sampling)
 
 
-def test_of_a_nucleus_an_engine_need_not_know_the_log_probs_before_the_cut() -> None:
+def test_with_top_p_an_engine_may_lack_all_log_probs() -> None:
     refuse_incomplete(replace(WHOLE, logprobs_P_G=[[[], []], [[], []]]), 2, 2, NUCLEUS)

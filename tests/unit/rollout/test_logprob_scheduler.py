@@ -1,4 +1,4 @@
-"""Log-probs that are kept as vLLM's scheduler meets them, over a scheduler that is made here.
+"""The scheduler that stores log-probs, over a fake of vLLM's.
 
 test_contract.py has vLLM's own, where vLLM is installed.
 """

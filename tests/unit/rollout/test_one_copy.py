@@ -1,4 +1,4 @@
-"""The policy's packed layers on the tensors of an engine that holds them in its kernel's form; it is made here.
+"""The policy's packed layers share the tensors of a fake engine, in the layout of its kernel.
 
 tests/gpu/test_one_copy_gpu.py has vLLM's own.
 """
@@ -95,7 +95,7 @@ def test_a_layer_with_a_scale_that_the_form_drops_keeps_its_own(
 
 
 @pytest.mark.parametrize("form", [in_marlin, in_tiles])
-def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, tmp_path: Path, form: Form) -> None:
+def test_readers_of_the_base_get_the_same_weights(policy: Policy, cfg: Any, tmp_path: Path, form: Form) -> None:
     before, dense, size = base_tensors(policy), dense_tensors(policy, torch.float32), weight_bytes(policy.model)
     one_copy.share(policy, engine_of(policy, form=form))
     after = base_tensors(policy)

@@ -103,7 +103,7 @@ def elsewhere(place: Path) -> Iterator[tuple[list[Path], multiprocessing.Process
         other.join()
 
 
-def test_what_another_process_has_is_left_alone_until_it_is_killed(tmp_path: Path, monkeypatch) -> None:
+def test_folders_of_another_process_stay_until_it_is_killed(tmp_path: Path, monkeypatch) -> None:
     """A scratch folder of another kind of name, which nobody locks, may be in use for ever."""
     monkeypatch.setattr(base, "IN_MEMORY", tmp_path / "memory")
     place, foreign = tmp_path / "named", tmp_path / "memory" / "qerl-lab-a1b2c3d4"

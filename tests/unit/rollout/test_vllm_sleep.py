@@ -1,4 +1,4 @@
-"""The engine's sleep over an LLM that is made here: what is unmapped, when it comes back, and what may happen between.
+"""The engine's sleep over a fake LLM: which memory is unmapped, when it is mapped again, and failures between.
 
 tests/gpu/test_vllm_sleep_gpu.py has vLLM's own.
 """
