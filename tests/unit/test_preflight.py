@@ -75,14 +75,10 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
             "scale=custom model.path=qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
             ["Type make qwen QWEN=0.5b, which fetches it, or model.path=Qwen/Qwen2.5-Coder-0.5B-Instruct where"],
         ),
-        ("scale=custom model.path=file.gguf", ["file.gguf is no GGUF file, or not whole", "Download it again"]),
-        ("scale=custom model.path=empty", ["model.path=", "empty holds no config.json"]),
         ("lora.target_modules=[q_proj,foo]", ["'foo' is no Linear layer", "allowed: down_proj,", "gate_proj"]),
         ("aqn=linear aqn.norms=[input_layrnorm]", ["aqn.norms", "Did you mean input_layernorm?"]),
         ("format.ignore=[foo]", ["format.ignore: 'foo' is no Linear layer", "re:PATTERN"]),
         ("task=gsm8k task.path=/no/such/place", ["task.path=/no/such/place is not there", "such as openai/gsm8k"]),
-        ("task=gsm8k task.path=file", ["task.path=", "file is one file"]),
-        ("task=gsm8k task.path=empty", ["has no train.jsonl"]),
         ("task=gsm8k task.path=none", ["has no training question"]),
         (
             "task=gsm8k task.path=one",
@@ -96,7 +92,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
                 "Type a larger task.arithmetic.max_operand, or eval.questions=0",
             ],
         ),
-        ("task=gsm8k task.path=garbage", ["train.jsonl:1 is not JSON", "must be one JSON object"]),
         ("run_dir=file/under", ["file is a file", "run_dir=DIR"]),
         ("device=cuda", ["device=cuda", "shows no GPU", "Type device=cpu"]),
         ("gpus=2", ["gpus=2, and this machine shows none", "Type gpus=1, or device=cpu"]),
@@ -107,11 +102,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
             "rollout=vllm",
             ["rollout.engine=vllm needs the package vllm", "Type pip install"],
             marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed"),
-        ),
-        pytest.param(
-            "rollout=vllm",
-            ["on a GPU only, and this machine shows none", "Type rollout=transformers, or format=bf16"],
-            marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
         ),
         (
             "rollout=vllm_server rollout.vllm.sleep=true",
@@ -126,13 +116,11 @@ def test_a_command_that_cannot_run_is_refused_before_anything_is_made(
     line: str, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").touch()
-    Path("file.gguf").touch()
     row, other = (json.dumps({"question": asked, "answer": "#### 2"}) + "\n" for asked in ("1+1?", "0+2?"))
-    for name, train, test in (("none", "", row * 2), ("one", other, row), ("unasked", row, ""), ("garbage", "{", row)):
+    for name, train, test in (("none", "", row * 2), ("one", other, row), ("unasked", row, "")):
         Path(name).mkdir()
         Path(name, "train.jsonl").write_text(train)
         Path(name, "test.jsonl").write_text(test)
-    Path("empty").mkdir()
     Path("run").mkdir()
     Path("run/resolved.yaml").touch()
     message = refused(line, capsys)
