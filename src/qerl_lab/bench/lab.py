@@ -20,10 +20,7 @@ class RandomPolicy(Policy):
     """
 
     def end_ids(self) -> list[int]:
-        """Return the token ids that end a completion, except the tokenizer's end token.
-
-        The list is empty unless the checkpoint was written with a mean completion length, see `random_model.end_ids`.
-        """
+        """Return the token ids that end a completion, except the tokenizer's; often none (`random_model.end_ids`)."""
         return [index for index in super().end_ids() if index != self.tokenizer.eos_token_id]
 
 

@@ -58,10 +58,7 @@ class RandomWeights:
         return "random weights"
 
     def tensor(self, name: str, device: torch.device | str) -> Tensor:
-        """Make the bfloat16 tensor `name` and move it to `device`: a random matrix, ones for a norm, zeros for a bias.
-
-        The name seeds the random values.
-        """
+        """Make the tensor `name`, in bfloat16, and move it to `device`."""
         tensor = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=self.device)
         if tensor.ndim == 1:
             return tensor.fill_(0.0 if name.endswith("bias") else 1.0).to(device)
@@ -93,8 +90,7 @@ def write(
 ) -> None:
     """Write a random checkpoint of `architecture` in `weight_format`; weights are made and packed on `device`.
 
-    Args:
-        mean_tokens: mean length of completions, see `end_ids`; with 0 the model never ends a completion.
+    `mean_tokens` is the mean length of completions (`end_ids`); with 0 the model never ends a completion.
     """
     config = config_of(architecture)
     packed_as, source = PackedAs(weight_format, tuple(FormatConfig().ignore)), RandomWeights(config, device)
@@ -155,10 +151,7 @@ def plain_lora(rank: int) -> LoraConfig:
 
 
 def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None:
-    """Write a random adapter for all Linears that formats pack, in PEFT's format.
-
-    The product of the two matrices of a Linear is small, but not zero.
-    """
+    """Write a random adapter for all Linears that formats pack, in PEFT's format. Its products are small, not zero."""
     base = RandomWeights(config_of(architecture), torch.device("cpu"))
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
     for name in base.linears:

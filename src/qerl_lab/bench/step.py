@@ -47,10 +47,7 @@ def rows(job: Job) -> Iterator[Row]:
 
 
 def rows_of_lab(job: Job) -> Iterator[Row]:
-    """Train with the lab's trainer; yield one row that summarizes all steps but the first.
-
-    With several GPUs only the first of the processes yields the row.
-    """
+    """Train with the lab's trainer. With several GPUs only the first of the processes yields the row."""
     cfg, found = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
     built = lab.build(job)
@@ -99,10 +96,7 @@ class Watch(TrainerCallback):
 
 
 def rows_of_trl(job: Job) -> Iterator[Row]:
-    """Train with TRL's trainer; yield one row that summarizes all steps but the first.
-
-    The row has no seconds by phase, because TRL does not report them.
-    """
+    """Train with TRL's trainer. The row has no seconds by phase, because TRL does not report them."""
     options, started = job.options, time.perf_counter()
     completions = options["groups"] * options["group_size"]
     watch, micro_batches = Watch(completions), completions // options["micro_batch"]
@@ -150,10 +144,7 @@ def gpu_share(job: Job) -> float:
 
 
 def make_task(job: Job) -> Task:
-    """Make a task with enough questions for all steps of a job. The function `alternate` grades the answers.
-
-    The questions are random texts of `options["prompt"]` tokens.
-    """
+    """Make a task for all steps of a job: random questions of `options["prompt"]` tokens, graded by `alternate`."""
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
     questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
