@@ -17,7 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import all_weights
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.vllm.all_weights import AllWeights
+from qerl_lab.rollout.vllm.all_weights import send
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}  # fmt: skip
@@ -68,12 +68,12 @@ def policy(cfg: RunConfig, build_policy: Callable[[RunConfig], Policy]) -> Polic
     return build_policy(cfg)
 
 
-def test_every_sync_copies_all_weights_rounded_into_the_tensors_that_are_there(cfg, policy: Policy) -> None:
+def test_every_sync_copies_all_weights_rounded_into_the_tensors_that_are_there(policy: Policy) -> None:
     weights = all_weights.weights(policy.base)
-    llm, sync = PlayedLlm(FusedModel(weights)), AllWeights(policy.model, cfg)
+    llm = PlayedLlm(FusedModel(weights))
     addresses = {name: weight.data_ptr() for name, weight in llm.model.held.items()}
     for _ in range(2):
-        sync.sync(llm)
+        send(llm, policy.base, "pocket")
         for name, weight in weights.items():
             held = llm.model.held[fused(name)]
             assert torch.equal(held[llm.model.rows[name]], weight.to(held.dtype)), name
@@ -83,16 +83,16 @@ def test_every_sync_copies_all_weights_rounded_into_the_tensors_that_are_there(c
     assert addresses == {name: weight.data_ptr() for name, weight in llm.model.held.items()}
 
 
-def test_a_model_with_other_weights_is_refused(cfg, policy: Policy) -> None:
+def test_a_model_with_other_weights_is_refused(policy: Policy) -> None:
     weights = all_weights.weights(policy.base)
     more, less = FusedModel(weights | {"model.visual.weight": torch.zeros(2)}), FusedModel(weights)
     del less.held["model.norm.weight"]
     for model, said in ((more, "model.visual.weight"), (less, "model.norm.weight")):
         with pytest.raises(ConfigError, match=f"has others .*{said}.* Type rollout=transformers, or lora=rank32"):
-            AllWeights(policy.model, cfg).sync(PlayedLlm(model))
+            send(PlayedLlm(model), policy.base, "pocket")
 
 
-def test_a_tensor_that_moves_is_an_error_since_cuda_graphs_read_its_old_address(cfg, policy: Policy) -> None:
+def test_a_tensor_that_moves_is_an_error_since_cuda_graphs_read_its_old_address(policy: Policy) -> None:
     class Moving(FusedModel):
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
             loaded = super().load_weights(weights)
@@ -100,7 +100,7 @@ def test_a_tensor_that_moves_is_an_error_since_cuda_graphs_read_its_old_address(
             return loaded
 
     with pytest.raises(AssertionError, match="other tensors"):
-        AllWeights(policy.model, cfg).sync(PlayedLlm(Moving(all_weights.weights(policy.base))))
+        send(PlayedLlm(Moving(all_weights.weights(policy.base))), policy.base, "pocket")
 
 
 def test_with_lora_full_the_engine_sends_the_weights_and_then_the_noisy_norms(cfg, policy, monkeypatch) -> None:

@@ -33,9 +33,8 @@ from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.engine import ASLEEP, Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
-from qerl_lab.rollout.vllm import logprob_scheduler, one_copy
+from qerl_lab.rollout.vllm import all_weights, logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
-from qerl_lab.rollout.vllm.all_weights import AllWeights
 from qerl_lab.rollout.vllm.backends import IN_VLLM, choose_backend
 from qerl_lab.rollout.vllm.base import model_folder
 from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
@@ -68,20 +67,17 @@ class VllmEngine(Engine):
         os.environ.update(IN_THIS_PROCESS)
         if policy.device.type == "cuda":
             os.environ.update(SEEDS_IN_ONE_KERNEL)
-        self._adapter: AllWeights | DenseAdapter | AdapterFile
-        if cfg.trains_all:
-            self._adapter = AllWeights(policy.base, cfg)
-        elif cfg.rollout.vllm.lora == "dense":
-            self._adapter = DenseAdapter(policy.model, cfg)
-        else:
-            self._adapter = AdapterFile(policy.model, cfg)
+        self._adapter: DenseAdapter | AdapterFile | None = None  # None: the run trains all weights
+        if not cfg.trains_all:
+            is_dense = cfg.rollout.vllm.lora == "dense"
+            self._adapter = DenseAdapter(policy.model, cfg) if is_dense else AdapterFile(policy.model, cfg)
         share = cfg.rollout.vllm.share_base
         aside = one_copy.packed_on_host(policy) if share else nullcontext()
         with random_state_restored(policy.device), aside, model_folder(policy, cfg) as folder:
             self.linear_backend = choose_backend(cfg, policy.model)
             if cfg.format.name == "fp8":  # also off, because an earlier engine or the user's shell may have set it
                 os.environ.update(dict.fromkeys(MARLIN_FOR_FP8, str(int(self.linear_backend == "marlin"))))
-            of_adapter = self._adapter.arguments(folder, self.linear_backend)
+            of_adapter = self._adapter.arguments(folder, self.linear_backend) if self._adapter else {}
             self.llm = start(cfg, folder, policy, self.linear_backend, of_adapter)
             if share:
                 torch.cuda.synchronize(policy.device)  # vLLM may have loaded on another stream
@@ -91,7 +87,8 @@ class VllmEngine(Engine):
                         f"first {keep[0]}. The engine has other bits there: Marlin drops block scales below 2^-6, "
                         "fp4_tiles has one way to write a block of zeros."
                     )
-        self._adapter.begin(self.llm)
+        if self._adapter:
+            self._adapter.begin(self.llm)
         if cfg.rollout.vllm.sleep:
             from qerl_lab.rollout.vllm import sleep  # needs vLLM's GPU build
 
@@ -114,7 +111,10 @@ class VllmEngine(Engine):
                 self._norms[name].data.copy_(weight)  # in place, because CUDA graphs read this address
 
         with raising_engine_failed("sync"):
-            self._adapter.sync(self.llm)
+            if self._adapter:
+                self._adapter.sync(self.llm)
+            else:
+                all_weights.send(self.llm, self.policy.base, self.cfg.model.path)
             self.llm.apply_model(write_norms)
             if not self.llm.reset_prefix_cache():
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
@@ -170,6 +170,7 @@ class VllmEngine(Engine):
         Raises EngineFailed if vLLM fails or needs more than rollout.vllm.timeout_minutes.
         """
         started, engine = time.perf_counter(), self.llm.llm_engine
+        lora = self._adapter.request if self._adapter else None
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = started + 60 * minutes
         names_P_G, found = list[list[str]](), dict[str, RequestOutput]()  # vLLM's ids of completions; by request id
@@ -182,7 +183,7 @@ class VllmEngine(Engine):
                     how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
                     prompt = {"prompt_token_ids": ids}
                     with raising_engine_failed("generate"):
-                        name = engine.add_request(str(index), prompt, how, lora_request=self._adapter.request)
+                        name = engine.add_request(str(index), prompt, how, lora_request=lora)
                     names_P_G.append(logprob_scheduler.completion_names(name, group_size))
                 while engine.has_unfinished_requests():
                     with raising_engine_failed("generate"):
@@ -224,7 +225,8 @@ class VllmEngine(Engine):
         """Shut vLLM down in this process and release its memory."""
         if not hasattr(self, "llm"):  # closed before
             return
-        self._adapter.close()
+        if self._adapter:
+            self._adapter.close()
         self._norms.clear()
         if self.cfg.gpus == 1:
             self.llm.llm_engine.engine_core.shutdown()
