@@ -117,14 +117,11 @@ def cache_folder() -> Path:
 def make_directory(folder: Path, given: str) -> None:
     """Create a folder and its parents, and check that the folder is writable.
 
-    Raises ConfigError otherwise, after removing the folders it created. `given` is the option as the user typed it,
-    such as `out=x`; the message begins with it.
+    Raises ConfigError otherwise. `given` is the option as the user typed it, such as `out=x`; the message begins with
+    it.
     """
-    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        for path in filter(os.path.isdir, missing):
-            path.rmdir()
         raise ConfigError(f"{given} cannot be written ({error.strerror}: {folder}). Type another directory.") from None
