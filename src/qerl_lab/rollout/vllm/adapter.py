@@ -65,22 +65,13 @@ class AdapterFile:
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
         self.model, self.rank, self._open = model, cfg.lora.rank, ExitStack()
         self.folder: Path = self._open.enter_context(scratch_folder(adapter_bytes(model)))
+        # To send with a prompt. With `load_inplace` vLLM would read the files again at every token.
+        self.request = LoRARequest(NAME, ID, str(self.folder))
         write_settings(model, self.folder)
-
-    @property
-    def request(self) -> LoRARequest:
-        """Return the LoRARequest to send with a prompt.
-
-        It lacks `load_inplace`, with which vLLM would read the files again at every token.
-        """
-        return LoRARequest(NAME, ID, str(self.folder))
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM` for this adapter. Raises ConfigError if vLLM allows no rank that high."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
-
-    def begin(self, llm: LLM) -> None:
-        """Do nothing, because `sync` makes vLLM read the adapter's files."""
 
     def sync(self, llm: LLM) -> None:
         """Write the policy's adapter to files and let vLLM reload them."""

@@ -87,7 +87,7 @@ class VllmEngine(Engine):
                         f"first {keep[0]}. The engine has other bits there: Marlin drops block scales below 2^-6, "
                         "fp4_tiles has one way to write a block of zeros."
                     )
-        if self._adapter:
+        if isinstance(self._adapter, DenseAdapter):
             self._adapter.begin(self.llm)
         if cfg.rollout.vllm.sleep:
             from qerl_lab.rollout.vllm import sleep  # needs vLLM's GPU build
