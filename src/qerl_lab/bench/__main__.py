@@ -54,6 +54,7 @@ def measure(options: AnyOptions) -> None:
 
 
 def require_gpu() -> None:
+    """Raise ConfigError if torch sees no GPU."""
     import torch
 
     if not torch.cuda.is_available():

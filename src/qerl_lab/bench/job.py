@@ -57,6 +57,7 @@ class Job:
 
     @property
     def is_on_cpu(self) -> bool:
+        """Tell whether the arm's overrides select the CPU."""
         return self.overrides.get("device") == "cpu"
 
     @property

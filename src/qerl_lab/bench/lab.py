@@ -20,7 +20,10 @@ class RandomPolicy(Policy):
     """
 
     def end_ids(self) -> list[int]:
-        """Return the token ids that end a completion, except the tokenizer's; often none (`random_model.end_ids`)."""
+        """Return the token ids that end a completion, except the tokenizer's end token.
+
+        The list is empty unless the checkpoint was written with a mean completion length, see `random_model.end_ids`.
+        """
         return [index for index in super().end_ids() if index != self.tokenizer.eos_token_id]
 
 
@@ -28,8 +31,8 @@ class RandomPolicy(Policy):
 class Lab:
     """The policy of a job with its adapter, and the engine that samples from this policy.
 
-    `row` has the seconds to start the engine, the GiB of the policy's base weights, and `linear_backend` if the engine
-    has such a setting.
+    `row` has the seconds to load the policy and to start the engine, the GiB of the policy's base weights, and
+    `linear_backend` if the engine has such a setting.
     """
 
     policy: Policy

@@ -37,7 +37,10 @@ def main(words: list[str]) -> None:
 
 
 def rows_of(job: Job) -> Iterator[Row]:
-    """Measure a job by `rows` of the module `qerl_lab.bench.NAME`, which alone is imported: vLLM and TRL are slow."""
+    """Measure a job with the function `rows` of the module `qerl_lab.bench.NAME`; NAME is `job.benchmark`.
+
+    Imports only that module, so that vLLM and TRL load only where they are needed.
+    """
     rows: Iterator[Row] = import_module(f"qerl_lab.bench.{job.benchmark}").rows(job)
     return rows
 

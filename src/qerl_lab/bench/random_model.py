@@ -44,9 +44,11 @@ class RandomWeights:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Return the names of all tensors."""
         return tuple(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the tensor `name`."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -58,7 +60,10 @@ class RandomWeights:
         return "random weights"
 
     def tensor(self, name: str, device: torch.device | str) -> Tensor:
-        """Make the tensor `name`, in bfloat16, and move it to `device`."""
+        """Make the bfloat16 tensor `name` and move it to `device`: a random matrix, ones for a norm, zeros for a bias.
+
+        The name seeds the random values.
+        """
         tensor = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=self.device)
         if tensor.ndim == 1:
             return tensor.fill_(0.0 if name.endswith("bias") else 1.0).to(device)
@@ -151,7 +156,10 @@ def plain_lora(rank: int) -> LoraConfig:
 
 
 def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None:
-    """Write a random adapter for all Linears that formats pack, in PEFT's format. Its products are small, not zero."""
+    """Write a random adapter for all Linears that formats pack, in PEFT's format.
+
+    The product of the two matrices of a Linear is small, but not zero.
+    """
     base = RandomWeights(config_of(architecture), torch.device("cpu"))
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
     for name in base.linears:

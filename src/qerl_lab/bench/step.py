@@ -78,6 +78,7 @@ class Watch(TrainerCallback):
         self.completions, self.found, self._started, self._seconds = completions, list[Step](), 0.0, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Override TRL's hook: start the clock."""
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -96,7 +97,10 @@ class Watch(TrainerCallback):
 
 
 def rows_of_trl(job: Job) -> Iterator[Row]:
-    """Train with TRL's trainer. The row has no seconds by phase, because TRL does not report them."""
+    """Train with TRL's trainer; yield one row that summarizes all steps but the first.
+
+    The row has no seconds by phase, because TRL does not report them.
+    """
     options, started = job.options, time.perf_counter()
     completions = options["groups"] * options["group_size"]
     watch, micro_batches = Watch(completions), completions // options["micro_batch"]
@@ -144,7 +148,10 @@ def gpu_share(job: Job) -> float:
 
 
 def make_task(job: Job) -> Task:
-    """Make a task for all steps of a job: random questions of `options["prompt"]` tokens, graded by `alternate`."""
+    """Make a task with enough questions for all steps of a job. The function `alternate` grades the answers.
+
+    The questions are random texts of `options["prompt"]` tokens.
+    """
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
     questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]

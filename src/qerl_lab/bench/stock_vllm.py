@@ -37,13 +37,19 @@ class StockSampler:
         self.row = {"start_seconds": time.perf_counter() - started}
 
     def renew(self) -> None:
-        """Reload the adapter and clear the prefix cache, as a trainer does before every rollout."""
+        """Reload the adapter and clear the prefix cache, as a trainer does before every rollout.
+
+        Raises RuntimeError if vLLM keeps the cache.
+        """
         self.llm.llm_engine.add_lora(LoRARequest("policy", 1, self.request.lora_path, load_inplace=True))
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache")
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample as `LabSampler.generate` does, but without `seed`, because vLLM is slow with a seed per request."""
+        """Sample one completion of `new` tokens per prompt; return the log-probs of its tokens, one list per prompt.
+
+        Ignores `seed`, because vLLM is slow with a seed per request.
+        """
         how = SamplingParams(
             max_tokens=new, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
         )

@@ -89,6 +89,7 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
+        """Return the number of completion tokens."""
         return sum(len(ids) for group in self.completion_ids_P_G for ids in group)
 
 

@@ -27,9 +27,11 @@ class TransformersEngine(Engine):
         self._norms = noise.onto_norms(self.policy.clean_norms)
 
     def norms(self) -> dict[str, Tensor]:
+        """Return the noisy norm weights by full layer name."""
         return self._norms
 
     def close(self) -> None:
+        """Drop the noisy norms."""
         self._norms = {}
 
     def generate(
@@ -50,6 +52,7 @@ class TransformersEngine(Engine):
         return Rollout.from_completions(prompt_ids_P, grouped, started)
 
     def _generate_batch(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """Generate one completion of each prompt."""
         longest, pad_id, device = max(map(len, prompts)), self.policy.tokenizer.pad_token_id, self.policy.device
         ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)

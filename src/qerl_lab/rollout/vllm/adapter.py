@@ -79,4 +79,5 @@ class AdapterFile:
         llm.llm_engine.add_lora(LoRARequest(NAME, ID, str(self.folder), load_inplace=True))
 
     def close(self) -> None:
+        """Remove the adapter's files."""
         self._open.close()

@@ -52,6 +52,7 @@ def model_folder(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
 
 
 def size_of(tensors: Mapping[str, Tensor]) -> int:
+    """Return the size of all tensors together in bytes."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -197,7 +197,10 @@ class OneAdapterMethod(LinearMethodBase):
     """
 
     def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], routes: Routes = Routes()) -> None:
-        """Wrap `base`. `parts` has the full name of each fused part; `own[i]` tells if `parts[i]` has an adapter."""
+        """Wrap the method `base`. `rank` is the rank of the adapter.
+
+        `parts` has the full checkpoint name of each fused part. `own[i]` is True if `parts[i]` has an adapter.
+        """
         self.base, self.rank, self.parts, self.own = base, rank, parts, own
         # A dense layer (`format.ignore`) has only the base's route.
         self.routes = Routes() if isinstance(base, UnquantizedLinearMethod) else routes
@@ -229,10 +232,12 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Override vLLM's hook: convert the loaded weights to the layouts that `self.routes` need.
+        """Override vLLM's hook: convert the loaded weights to the layout that the kernel in use expects.
 
-        The layer keeps its bias in checkpoint order as `plain_bias`, because vLLM's kernels Marlin and Humming reorder
-        `layer.bias`.
+        This kernel is `fp4_tiles` if `self.routes.fp4_tiles` is set, else the kernel of the wrapped vLLM method
+        `self.base`. If `self.routes.dense_rows` is set, the layer keeps an unpacked copy of the weights beside them. In
+        every case it keeps a copy of its bias in checkpoint order as `plain_bias`, because vLLM's kernels Marlin and
+        Humming reorder `layer.bias`.
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
@@ -272,7 +277,8 @@ class OneAdapterMethod(LinearMethodBase):
     def _keep_dense(self, layer: LinearBase) -> None:
         """Give the layer a buffer `stacked` [N + P * r, K]: the unpacked weight [N, K] and below it A [P * r, K].
 
-        `adapter_A` becomes a view of this buffer. The weight is `self.alpha * stacked[:N]`.
+        P is the number of fused parts, r the rank. `adapter_A` becomes a view of this buffer. Unpacking leaves out one
+        factor of the weight, which `self.alpha` stores: the weight is `self.alpha * stacked[:N]`.
         """
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
@@ -311,7 +317,10 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def places(self, layer: LinearBase) -> dict[str, Pair]:
-        """Return views of the layer's adapter buffers, A[r, K] and B[part's columns, r], by part with an adapter."""
+        """Return views of the layer's adapter buffers, A[r, K] and B[n, r], by name of each part with an adapter.
+
+        n is the number of the part's output columns.
+        """
         blocks = zip(self.parts, self.own, layer.adapter_A.split(self.rank), layer.adapter_B.split(self.sizes),
                      strict=True)  # fmt: skip
         return {part: (A, B) for part, own, A, B in blocks if own}

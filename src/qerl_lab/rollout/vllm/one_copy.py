@@ -72,9 +72,10 @@ def cannot_share(why: str) -> ConfigError:
 
 
 def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
-    """Yield each layer of vLLM's `model`, such as qkv_proj, if all its parts are in `layers`, with these parts.
+    """Yield each fused layer of vLLM's `model`, such as qkv_proj, with the policy's layers that are its parts.
 
-    The parts are by name, in the order of their rows.
+    The parts are in the order of their rows, by name. `layers` are the policy's packed layers. A layer of vLLM is
+    skipped unless all of its parts are among them.
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     # A `.base_layer` comes after its wrapper in named_modules, and so replaces it.
@@ -101,7 +102,10 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
 
 
 def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
-    """Let `parts` hold the tensors of vLLM's layer `theirs`; return the names of parts that keep their own."""
+    """Let the policy's layers `parts` hold the tensors of vLLM's layer `theirs`, which fuses them.
+
+    Returns the names of parts that keep their own tensors, because vLLM's differ in some bits.
+    """
     keep, first = [], 0  # `first` is the row of the fused layer at which a part begins
     for name, layer in parts.items():
         packed = layer.packed()

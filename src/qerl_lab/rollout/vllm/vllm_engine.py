@@ -53,11 +53,7 @@ class VllmEngine(Engine):
     With rollout.vllm.share_base the policy drops its base and uses vLLM's copy. A completion's draws depend on its
     seed, not on the other requests in its batch; on a GPU they can differ where vLLM sums in another order.
 
-    Raises ConfigError if vLLM cannot serve the model in its format on this machine, if memory is too small, or if the
-    trainer cannot read the layout of a base that it shall share.
-
-    Attributes:
-        llm: vLLM's `LLM` object, e.g. for `apply_model`, until the engine is closed.
+    Raises ConfigError if vLLM cannot serve the model in its format on this machine, or memory is too small.
     """
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:

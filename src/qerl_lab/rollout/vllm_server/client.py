@@ -78,4 +78,5 @@ class Server:
         return response.json() if "json" in response.headers.get("content-type", "") else None
 
     def close(self) -> None:
+        """Close the connections to the server."""
         self._client.close()
