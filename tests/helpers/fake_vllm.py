@@ -35,6 +35,7 @@ class FakeVllm:
     """State of the server. Tests change `described`, `norms` and so on, and put the next failures into `faults`."""
 
     policy: Policy
+    workers: int = 1
     described: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)  # name -> folder
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # (path, body) of every request
@@ -81,7 +82,7 @@ class FakeVllm:
                 return 200, {"success": True}
             case "/collective_rpc":
                 said = self.rpc(body["method"], body.get("kwargs", {}))
-                return 200, {"results": [said]}
+                return 200, {"results": [said] * self.workers}
             case "/v1/completions":
                 return self.complete(body)
         return refusal(404, "Not Found")

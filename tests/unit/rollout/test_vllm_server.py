@@ -229,6 +229,20 @@ def test_a_wrong_answer_to_a_sync_or_a_rollout_is_an_error(engine, fake: FakeVll
         call()
 
 
+def test_workers_that_hold_different_noise_are_an_error(engine, fake: FakeVllm) -> None:
+    fake.workers = 2
+    assert engine.norms().keys() == fake.norms.keys()
+
+    def one_other(said: Any) -> Any:
+        first, second = said["results"]
+        name = next(iter(second))
+        return {"results": [first, second | {name: encode_tensor(torch.zeros(3))}]}
+
+    fake.faults[RPC] = [one_other]
+    with pytest.raises(EngineFailed, match=r"hold different weights of model[.]layers[.]0[.]input_layernorm"):
+        engine.norms()
+
+
 # --- a server that serves something else
 
 

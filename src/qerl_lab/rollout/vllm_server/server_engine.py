@@ -159,10 +159,12 @@ class VllmServerEngine(Engine):
             raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
 
     def norms(self) -> dict[str, Tensor]:
-        """Read the noisy norms back from the server's workers, each of which may hold some of the layers."""
+        """Read the noisy norms back from the server. Raises EngineFailed if its workers hold different weights."""
         encoded: dict[str, list[str]] = {}
         for of_worker in self._call_workers("qerl_norms", names=list(self.policy.norms)):
-            encoded |= of_worker
+            for name, weight in of_worker.items():
+                if encoded.setdefault(name, weight) != weight:
+                    raise EngineFailed(f"the workers of {self._server.name} hold different weights of {name}")
         names = [name for name in self.policy.norms if name in encoded]
         return {name: decode_tensor(*encoded[name]).to(self.policy.device) for name in names}
 
