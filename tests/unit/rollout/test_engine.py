@@ -45,5 +45,8 @@ def test_a_completion_has_tokens_and_a_log_prob_for_each(
         refuse_incomplete(wrong, 2, 2, sampling)
 
 
-def test_with_top_p_an_engine_may_lack_all_log_probs() -> None:
-    refuse_incomplete(replace(WHOLE, logprobs_P_G=[[[], []], [[], []]]), 2, 2, NUCLEUS)
+def test_only_with_top_p_an_engine_may_lack_all_log_probs() -> None:
+    without = replace(WHOLE, logprobs_P_G=[[[], []], [[], []]])
+    refuse_incomplete(without, 2, 2, NUCLEUS)
+    with pytest.raises(EngineFailed, match="0 log-probs for a completion of 2 tokens"):
+        refuse_incomplete(without, 2, 2, ALL)
