@@ -4,11 +4,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from peft import set_peft_model_state_dict
+
 from qerl_lab import rollout
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import base_gib
 from qerl_lab.bench.job import Job
-from qerl_lab.model.policy import Policy, device_of, load_adapter
+from qerl_lab.model.policy import Policy, adapter_tensors, device_of
 from qerl_lab.model.policy import build as build_policy
 from qerl_lab.rollout.engine import Engine
 
@@ -31,8 +33,8 @@ class RandomPolicy(Policy):
 class Lab:
     """The policy of a job with its adapter, and the engine that samples from this policy.
 
-    `row` has the seconds to load the policy and to start the engine, the GiB of the policy's base weights, and
-    `linear_backend` if the engine has such a setting.
+    `row` has the seconds to start the engine, the GiB of the policy's base weights, and `linear_backend` if the engine
+    has such a setting.
     """
 
     policy: Policy
@@ -43,7 +45,8 @@ class Lab:
 def build(job: Job) -> Lab:
     cfg = job.config()
     policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))
-    load_adapter(policy.model, Path(job.adapter))
+    tensors = adapter_tensors(Path(job.adapter))  # of all Linears; an arm may set fewer in lora.target_modules
+    set_peft_model_state_dict(policy.model, tensors)
     started = time.perf_counter()
     engine = rollout.build(cfg, policy)
     row: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(policy.model)}
