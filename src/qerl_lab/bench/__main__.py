@@ -27,6 +27,7 @@ def measure(options: AnyOptions) -> None:
     check(options)
     require_gpu()
     stem = Path(options.out)
+    as_json, as_png = stem.with_suffix(".json"), stem.with_suffix(".png")  # ValueError without a file name
     make_directory(stem.parent, f"out={options.out}")
     quiet_third_parties()
     from qerl_lab.bench import arm_processes
@@ -44,11 +45,10 @@ def measure(options: AnyOptions) -> None:
         shown = (f"{key} {cell}" for key, cell in cells if key not in ("log", "gib_by_owner"))
         print("  ".join(shown), file=sys.stderr, flush=True)
         rows.append(row)
-        replace_file(stem.with_suffix(".json"), json.dumps(result, indent=1).encode() + b"\n")
-    bench_figures.draw(result, stem.with_suffix(".png"))
+        replace_file(as_json, json.dumps(result, indent=1).encode() + b"\n")
+    bench_figures.draw(result, as_png)
     print(bench.text(result))
-    written = (stem.with_suffix(suffix) for suffix in (".json", ".png"))
-    print("  ".join(str(file) for file in written if file.exists()))
+    print("  ".join(str(file) for file in (as_json, as_png) if file.exists()))
     if dead := [row["arm"] for row in rows if "died" in row]:
         raise ValueError(f"{len(dead)} arms died: {'; '.join(dead)}. The table says of what.")
 

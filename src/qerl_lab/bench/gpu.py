@@ -16,8 +16,8 @@ from qerl_lab.config.units import GIB
 def clocks() -> Iterator[dict[str, float | None]]:
     """Context manager: measure the GPU's clock during a `with` block.
 
-    Yields a dict that has under `sm_mhz` after the block the median of what nvidia-smi printed, in MHz; None without
-    nvidia-smi or a GPU.
+    Yields a dict with the key `sm_mhz`, which is None during the block. After the block it is the median in MHz of what
+    nvidia-smi printed. It stays None without nvidia-smi or a GPU.
     """
     row: dict[str, float | None] = {"sm_mhz": None}
     program = shutil.which("nvidia-smi")
