@@ -123,6 +123,13 @@ def test_a_lost_terminal_saves_the_step_under_way(start: Start, tmp_path: Path) 
     assert (run / "checkpoints" / f"step-{last_step(run):06d}" / "manifest.json").exists()
 
 
+def test_a_closed_standard_output_is_not_given_to_a_record(tmp_path: Path) -> None:
+    code = "from qerl_lab.system import exits; exits.survive_lost_console(); print('gone'); "
+    code += "print(open('record', 'w').fileno() > 2)"
+    subprocess.run(["bash", "-c", f'exec {sys.executable} -c "{code}" >&- 2>&- <&-'], cwd=tmp_path, check=True)
+    assert (tmp_path / "record").read_text() == ""
+
+
 def test_a_run_with_umlauts_goes_on_from_elsewhere_after_it_was_moved(start: Start, tmp_path: Path) -> None:
     """Relative paths of model and store, the directory moved, and `resume` typed in another one."""
     shutil.copytree(ASSETS, tmp_path / "mödel")

@@ -1,7 +1,7 @@
 """Exit codes, signals, and a lost console: how every command ends.
 
-After `| head` or a closed terminal, output is discarded and the work continues. Every command starts through `run`.
-Imports little, so that Ctrl-C during the remaining imports already prints a single line.
+After `| head`, a closed terminal or `>&-`, output is discarded and the work continues. Every command starts through
+`run`. Imports little, so that Ctrl-C during the remaining imports already prints a single line.
 """
 
 import atexit
@@ -101,14 +101,21 @@ def command(main: Main) -> Main:
 
 def survive_lost_console() -> None:
     """Replace stdout and stderr by streams that discard output once their terminal or the pipe's reader is gone."""
+    for descriptor in (0, 1, 2):  # one closed by `>&-` would be reused for the next opened file, e.g. a record
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = _lasting_stream(sys.stdout, 1), _lasting_stream(sys.stderr, 2)
 
 
-def _lasting_stream(stream: TextIO, descriptor: int) -> io.TextIOWrapper:
+def _lasting_stream(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
     """Return a text stream that writes to `descriptor` through `_LastingFile`, encoded like `stream`."""
-    stream.flush()
+    if stream is not None:
+        stream.flush()
+    encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", None)
     raw = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
+    return io.TextIOWrapper(raw, encoding, errors, line_buffering=True)
 
 
 class _LastingFile(io.FileIO):
