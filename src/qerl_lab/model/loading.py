@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import recognize
-from qerl_lab.formats.format import Format, PackedAs, check_values
+from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
 from qerl_lab.model.weight_files import read_json
@@ -122,10 +122,10 @@ def _check_names(
     model: PreTrainedModel, source: TensorSource, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
     packed: Sequence[str],
 ) -> None:  # fmt: skip
-    """Raise ValueError unless `source` has exactly the tensors that the model needs, and the dense ones in its shapes.
+    """Raise ValueError unless `source` has exactly the tensors that the model needs, in valid shapes and dtypes.
 
-    `dense` maps names of dense tensors to shapes; `packed` names the Linears stored in `weight_format`. Copies of tied
-    tensors and tensors that the model ignores may be in `source` too.
+    `dense` maps names of dense tensors to shapes; `packed` names the Linears stored in `weight_format`, whose shapes
+    are not checked here. Copies of tied tensors and tensors that the model ignores may be in `source` too.
     """
     keys = weight_format.layout((64, 64)).keys() if packed else ()  # the same for every shape
     expected = dense.keys() | {f"{name}.{key}" for name in packed for key in keys}
@@ -146,6 +146,9 @@ def _check_names(
     for name, shape in dense.items():
         if source.shape(name) != shape:
             raise ValueError(f"{source.where(name)}: {name} is {list(source.shape(name))}, the model has {list(shape)}")
+        if (dtype := source.dtype(name)) not in STORED_DTYPES:  # codes without their scales would be cast as they are
+            allowed = ", ".join(str(stored).removeprefix("torch.") for stored in STORED_DTYPES)
+            raise ValueError(f"{source.where(name)}: {name} is {dtype}; allowed: {allowed}")
 
 
 def tied(model: PreTrainedModel) -> list[str]:

@@ -164,6 +164,7 @@ Q = "model.layers.0.self_attn.q_proj"
          f"{Q}.weight_scale is torch.uint8 [64, 4], and nvfp4 has torch.float8_e4m3fn [64, 4] there"),
         ("nf4", {f"{Q}.weight.nested_absmax": None}, f"{Q}.weight.nested_absmax missing"),
         ("nvfp4", {"model.norm.weight": torch.ones(32)}, "model.norm.weight is [32], the model has [64]"),
+        ("nvfp4", {"model.norm.weight": torch.ones(64, dtype=torch.uint8)}, "model.norm.weight is torch.uint8"),
     ],
 )  # fmt: skip
 def test_tensors_that_disagree_are_named_with_their_file(
