@@ -84,7 +84,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def pad_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int:
     """Return the id of the token to pad with: the tokenizer's padding token, or its end token.
 
-    The end token serves if the padding token is not among the model's `embeddings`; padding is masked, so any would do.
+    The end token serves if the model has no embedding for the padding token; padding is masked, so any token would do.
+    `embeddings` is the model's number of embeddings. Raises ConfigError if neither id is below it.
     """
-    number = tokenizer.pad_token_id
-    return number if number is not None and number < embeddings else tokenizer.eos_token_id
+    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if number is not None and number < embeddings:
+            return number
+    raise ConfigError(
+        f"the tokenizer's end token is {tokenizer.eos_token!r}, id {tokenizer.eos_token_id}, and the model has "
+        f"{embeddings} embeddings; allowed: an end token that the model has. Put the model's own tokenizer beside it."
+    )

@@ -115,3 +115,9 @@ def test_a_padding_id_without_an_embedding_gives_way_to_the_end_token(tmp_path: 
     assert built.tokenizer.pad_token_id == own.eos_token_id
     prompts = [built.prompt_ids([{"role": "user", "content": text}]) for text in ("1 + 1", "123 + 456")]
     assert TransformersEngine(built, 2).generate(prompts, 1, Sampling(2, seed=0)).tokens > 0
+
+
+def test_an_end_token_without_an_embedding_is_refused() -> None:
+    own = AutoTokenizer.from_pretrained(ASSETS)
+    with pytest.raises(ConfigError, match="allowed: an end token that the model has"):
+        chat.pad_id(own, min(own.pad_token_id, own.eos_token_id))
