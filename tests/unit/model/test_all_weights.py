@@ -109,6 +109,13 @@ def test_the_model_that_is_written_loads_as_any_other_rounded_to_bfloat16(full, 
     assert with_adapter.prompt_ids([{"role": "user", "content": "1"}])
 
 
+def test_a_full_checkpoint_that_lacks_a_weight_is_no_checkpoint(full: Policy, tmp_path: Path) -> None:
+    full.save_trained(tmp_path)
+    full.model.register_parameter("one_more", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(KeyError, match="one_more"):
+        full.load_trained(tmp_path)
+
+
 def test_the_transformers_engine_samples_the_weights_as_they_are(full: Policy) -> None:
     """It has no copy: without a sync it samples from weights that have changed."""
     engine, sampling = TransformersEngine(full, 8), Sampling(8, seed=0)
