@@ -76,13 +76,7 @@ class VllmEngine(Engine):
             of_adapter = self._adapter.arguments(folder, self.linear_backend) if self._adapter else {}
             self.llm = start(cfg, folder, policy, self.linear_backend, of_adapter)
             if share:
-                torch.cuda.synchronize(policy.device)  # vLLM may have loaded on another stream
-                if keep := self.llm.apply_model(lambda model: one_copy.share(policy, model))[0]:
-                    print(
-                        f"warning: share_base=true: packed layers that keep weights of their own: {len(keep)}, the "
-                        f"first {keep[0]}. The engine has other bits there: Marlin drops block scales below 2^-6, "
-                        "fp4_tiles has one way to write a block of zeros."
-                    )
+                self._share_base()
         if isinstance(self._adapter, DenseAdapter):
             self._adapter.begin(self.llm)
         if cfg.rollout.vllm.sleep:
@@ -145,6 +139,17 @@ class VllmEngine(Engine):
             torch.cuda.synchronize(self.policy.device)
         self._asleep = False
 
+    def _share_base(self) -> None:
+        """Let the policy use vLLM's copy of the base. Raises ConfigError if the trainer cannot read its layout."""
+        torch.cuda.synchronize(self.policy.device)  # vLLM may have loaded on another stream
+        keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
+        if keep:
+            print(
+                f"warning: share_base=true: packed layers that keep weights of their own: {len(keep)}, the first "
+                f"{keep[0]}. The engine has other bits there: Marlin drops block scales below 2^-6, "
+                "fp4_tiles has one way to write a block of zeros."
+            )
+
     def norms(self) -> dict[str, Tensor]:
         """Read the noisy norm weights back from vLLM's modules, by full layer name."""
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
@@ -195,14 +200,7 @@ class VllmEngine(Engine):
             finally:
                 if len(found) < len(prompt_ids_P):  # so that an interrupted engine can go on
                     engine.abort_request([str(index) for index in range(len(prompt_ids_P))])
-        completions_P_G = []
-        for p, names_G in enumerate(names_P_G):
-            outputs_G = sorted(found[str(p)].outputs, key=lambda output: output.index)
-            logprobs_G = [logprob_scheduler.LOGPROBS.pop(names_G[output.index], []) for output in outputs_G]
-            found_G = zip(outputs_G, logprobs_G, strict=True)
-            completions_P_G.append(
-                [Completion(list(one.token_ids), nats, str(one.finish_reason)) for one, nats in found_G]
-            )
+        completions_P_G = [read_completions(found[str(p)], names_G) for p, names_G in enumerate(names_P_G)]
         return Rollout.from_completions(prompt_ids_P, completions_P_G, started)
 
     def held(self) -> dict[str, int]:
@@ -239,6 +237,15 @@ class VllmEngine(Engine):
             sleep.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def read_completions(request: RequestOutput, names_G: list[str]) -> list[Completion]:
+    """Return the completions of a finished request, in order, with the log-probs stored under `names_G`, vLLM's ids."""
+    completions = []
+    for output in sorted(request.outputs, key=lambda output: output.index):
+        logprobs = logprob_scheduler.LOGPROBS.pop(names_G[output.index], [])
+        completions.append(Completion(list(output.token_ids), logprobs, str(output.finish_reason)))
+    return completions
 
 
 def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
