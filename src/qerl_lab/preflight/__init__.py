@@ -57,6 +57,21 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
 def check_machine(cfg: RunConfig, run_dir: Path) -> None:
     """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
     folder, values, has_gpu = on_disk.local_path(cfg.model.path), values_of(cfg), machine.has_gpu()
+    _check_device(cfg, has_gpu)
+    _check_model_size(cfg, folder)
+    for key, value, package, remedy in NEEDS_GPU:
+        if values[key] == value and not has_gpu:
+            raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
+        if values[key] == value:
+            _require_package(f"{key}={value}", package, remedy)
+    check_engine(cfg)
+    if cfg.tracking.wandb:
+        _require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
+    _check_disk(cfg, folder, run_dir)
+
+
+def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
+    """Raise ConfigError if this machine lacks the GPUs or CPU cores that the run asks for."""
     names = machine.visible_gpus() if cfg.device != "cpu" and has_gpu else None
     if cfg.device == "cuda" and not has_gpu:
         raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
@@ -77,16 +92,6 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
             "format.dense_cache=on is refused on a GPU, which device=auto takes here; allowed there: auto, off. "
             "Type format.dense_cache=off, or device=cpu."
         )
-    _check_model_size(cfg, folder)
-    for key, value, package, remedy in NEEDS_GPU:
-        if values[key] == value and not has_gpu:
-            raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
-        if values[key] == value:
-            _require_package(f"{key}={value}", package, remedy)
-    check_engine(cfg)
-    if cfg.tracking.wandb:
-        _require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
-    _check_disk(cfg, folder, run_dir)
 
 
 def _require_package(asked: str, package: str, remedy: str) -> None:
@@ -160,7 +165,9 @@ def parameters_in_name(hub_id: str) -> int | None:
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints."""
     count = _count_parameters(cfg.model.path, folder) or 0
-    trained = count if cfg.trains_all else on_disk.adapter_parameters(folder, cfg) if folder else 0
+    trained = count
+    if not cfg.trains_all:
+        trained = on_disk.adapter_parameters(folder, cfg) if folder else 0
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
     needed = RECORD_BYTES + trained * (4 + cfg.optim.moment_bytes) * (min(cfg.checkpoint.kept, written) + 1)
     needed += 2 * trained if cfg.trains_all else 0  # RUN_DIR/model, in bfloat16

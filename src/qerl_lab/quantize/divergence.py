@@ -86,21 +86,26 @@ def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tenso
 def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
     """Make pairs of token ids: a word problem as prompt, and its worked solution, on which models are compared.
 
-    The PROBLEMS problems are the same at each call. The instruction is the system message. If the chat template refuses
-    those, the user message begins with it; without a chat template plain text does.
+    The PROBLEMS problems are the same at each call.
     """
     rng, cfg = random.Random(0), tasks.read_task_config("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
-        question = {"role": "user", "content": problem.text}
-        together = f"{cfg.instruction}\n\n{problem.text}"
-        try:
-            if tokenizer.chat_template:
-                given = chat.prompt_ids([{"role": "system", "content": cfg.instruction}, question])
-            else:
-                given = tokenizer(f"{together}\n\n")["input_ids"]
-        except ConfigError:  # the template rejects system messages
-            given = chat.prompt_ids([question | {"content": together}])
+        given = prompt_ids(chat, cfg.instruction, problem.text)
         solution = without_answer_start(tokenizer.decode(given), arithmetic.worked_solution(rng, problem))
         pairs.append((given, tokenizer(solution, add_special_tokens=False)["input_ids"]))
     return pairs
+
+
+def prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
+    """Return the token ids of a prompt: `instruction` as system message, then `question`.
+
+    If the chat template refuses system messages, one user message holds both. Without a chat template plain text does.
+    """
+    together = f"{instruction}\n\n{question}"
+    if not chat.tokenizer.chat_template:
+        return chat.tokenizer(f"{together}\n\n")["input_ids"]
+    try:
+        return chat.prompt_ids([{"role": "system", "content": instruction}, {"role": "user", "content": question}])
+    except ConfigError:  # the template rejects system messages
+        return chat.prompt_ids([{"role": "user", "content": together}])

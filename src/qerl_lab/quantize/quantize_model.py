@@ -5,13 +5,14 @@ command starts again, or goes on with the measurement if the weights are complet
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab import formats
 from qerl_lab.config.conf_folder import choices_of
@@ -21,6 +22,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import POCKET, FormatConfig
 from qerl_lab.config.spelling import hydra_override, shell_line, spell_list
+from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
@@ -111,18 +113,7 @@ def read_source(options: QuantizeOptions) -> Source:
         ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     weight_format, ignore = formats.build(options.format_config()), f"ignore={spell_value(options.ignore)}"
-    for entry in options.ignore:  # a typo would quantize a layer that was to stay dense
-        if not any(is_ignored(name, [entry]) for name in linears):
-            ends = sorted({name.rpartition(".")[2] for name in linears})
-            raise ConfigError(
-                f"{ignore}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} Allowed: full names, their "
-                f"last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
-            )
-    if head := packed_head(model, weight_format, options.ignore):
-        raise ConfigError(
-            f"{ignore} would pack {head}, the output layer, whose dense weight training reads; "
-            f"allowed: lists that name it. Type ignore={spell_value([*options.ignore, head])}."
-        )
+    _check_ignore(options, model, weight_format, linears)
     packed = packable(model, options.ignore)
     if not packed:
         raise ConfigError(f"model={options.model} has no Linear layer outside of {ignore}.")
@@ -142,6 +133,25 @@ def read_source(options: QuantizeOptions) -> Source:
             f"{ignore} with format={options.format}: {error}. Type for example ignore=[lm_head,down_proj]."
         ) from error
     return Source(folder, config, weights, packed, dense, quantization_config)
+
+
+def _check_ignore(
+    options: QuantizeOptions, model: PreTrainedModel, weight_format: Format, linears: Sequence[str]
+) -> None:
+    """Raise ConfigError if an entry of `options.ignore` names no layer of `linears`, or the head would be packed."""
+    ignore = f"ignore={spell_value(options.ignore)}"
+    for entry in options.ignore:  # a typo would quantize a layer that was to stay dense
+        if not any(is_ignored(name, [entry]) for name in linears):
+            ends = sorted({name.rpartition(".")[2] for name in linears})
+            raise ConfigError(
+                f"{ignore}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} Allowed: full names, their "
+                f"last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
+            )
+    if head := packed_head(model, weight_format, options.ignore):
+        raise ConfigError(
+            f"{ignore} would pack {head}, the output layer, whose dense weight training reads; "
+            f"allowed: lists that name it. Type ignore={spell_value([*options.ignore, head])}."
+        )
 
 
 def identifying_options(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
