@@ -135,8 +135,9 @@ class Format(ABC):
 def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     """Validate `weight[N, K]` for packing; return it contiguous in float32 or bfloat16.
 
-    float16 converts exactly to float32; float64 is rounded to float32. Raises ValueError as `check` does, and if a row,
-    or where blocks cross rows the matrix, does not divide into blocks.
+    float16 converts exactly to float32; float64 is rounded to float32. Raises ValueError, naming the tensor `name`,
+    unless `weight` is a matrix of finite floats below 2**100 whose rows divide into blocks. Where blocks cross rows
+    (BY_ROWS is false), the whole matrix must divide into blocks instead.
     """
     check(weight, weight_format, name=name)
     what, count = ("K", weight.shape[1]) if weight_format.BY_ROWS else ("N*K", weight.numel())

@@ -58,8 +58,8 @@ class Nvfp4(CompressedTensors):
         """Pack `weight[N, K]`, K divisible by 16.
 
         Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column), `weight_scale` float8_e4m3fn `[N, K/16]`,
-        `weight_global_scale` float32 `[1]`. The latter is `global_scale`, or computed from `weight` if that is None.
-        Also raises ValueError for an unknown `scale_rule`.
+        `weight_global_scale` float32 `[1]`. `global_scale`, float32 `[1]` on the weight's device, is used if given;
+        otherwise it is computed from `weight`. Raises ValueError for an unknown `scale_rule`, and as `checked` does.
         """
         weight = checked(weight, self, name=name)
         divisor = self.global_scale([weight]) if global_scale is None else global_scale.clone()

@@ -41,7 +41,7 @@ SPECIAL = {
 
 
 class Header(NamedTuple):
-    """Contents of a GGUF header: parameter count, tensors by type, and the settings for `_restore_tokenizer`."""
+    """Contents of a GGUF header: parameter count, tensors by type, and settings of the tokenizer."""
 
     parameters: int
     kinds: dict[str, int]
