@@ -31,7 +31,7 @@ CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 class RandomWeights:
-    """Tensors for `load_model`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
+    """Tensors for `loading.fill`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
 
     Tensors are made on `device` on request, seeded by name, so that every format packs the same weights.
     """
