@@ -229,8 +229,6 @@ class _Reader:
 
         `signed`: parse an exponent instead, which may have a sign and many digits: `2^-10`.
         """
-        if signed and self.sees("-", "+"):
-            return self.factor()
         token = self.next
         if token is not None and token.kind == "number":
             self.take()
@@ -242,7 +240,7 @@ class _Reader:
             self.tokens[self.at] = Token("number", token.text[1:], False)  # the next call takes the other digits
             return read_number(token.text[0])
         self.deeper()
-        node = self.atom()
+        node = self.factor() if signed and self.sees("-", "+") else self.atom()
         self.depth -= 1
         return node
 

@@ -43,7 +43,7 @@ def judge(given: str, known: str) -> Verdict:
     if form is not None and gold is not None:
         try:
             return Verdict.RIGHT if equal(form, gold) else Verdict.WRONG
-        except Unreadable:
+        except (Unreadable, RecursionError):
             return Verdict.UNREADABLE
     if isinstance(form, Words) or isinstance(gold, Words):
         return Verdict.WRONG if form is not None else Verdict.UNREADABLE
@@ -55,7 +55,7 @@ def _form(text: str) -> Form | None:
     """Parse a text that `plain` has normalized; None if it cannot be read."""
     try:
         return read(text)
-    except Unreadable:
+    except (Unreadable, RecursionError):
         return None
 
 

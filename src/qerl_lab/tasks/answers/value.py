@@ -108,7 +108,8 @@ def _bounded(result: Value) -> Value:
 def _apply(name: str, args: list[Value]) -> Value:
     """Apply the operation or function `name` (see `Op`) to the values `args`.
 
-    An undefined result raises ZeroDivisionError or another error, which `value` converts to Unreadable.
+    Raises Unreadable if the result has two values or is too large. An undefined result raises ZeroDivisionError or
+    another error, which `value` converts to Unreadable.
     """
     if name in _ARITHMETIC:
         return _ARITHMETIC[name](*args)
@@ -117,6 +118,8 @@ def _apply(name: str, args: list[Value]) -> Value:
         return Fraction(getattr(math, name)(args[0])) if is_exact else getattr(_CTX, name)(args[0])
     if name in ("log", "ln", "lg"):
         return _log(name, *args)
+    if name in ("pm", "mp"):
+        raise Unreadable("two values")
     angle = real(args[0])
     if name == "call":  # a function known only by name: choose one that satisfies no identity
         name, angle = "cos", 50 * angle * (real(args[1]) + angle)
