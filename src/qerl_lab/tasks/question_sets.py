@@ -76,9 +76,13 @@ def _read_gsm8k(cfg: TaskConfig, make: Make, of_heldout: bool) -> Questions:
 
     def short(id: str, row: Row) -> Question | None:
         question = make(id, row)  # first, so that a bad row is counted whatever its steps
+        if most is None:
+            return question
         solution = row.text("answer").rpartition("####")[0]
         steps.append(sum(bool(line.strip()) for line in solution.splitlines()))
-        return question if most is None or steps[-1] <= most else None
+        if steps[-1] == 0:
+            raise BadRow(f"has no solution, and task.gsm8k.max_steps={most} counts its steps")
+        return question if steps[-1] <= most else None
 
     found = read(cfg, SOURCES["gsm8k"], of_heldout, short)
     if steps and not found:
@@ -159,8 +163,16 @@ def _question_with_latex_answer(id: str, row: Row) -> Question:
     return Question(id, row.text("question"), row.number_or_text("answer"))
 
 
-def _question_with_number(id: str, row: Row) -> Question:
-    """Make a question from a row whose answer is a number."""
+def _aime(id: str, row: Row) -> Question:
+    """Make a question from a row of AIME. Raises BadRow if the answer is no whole number from 0 to 999."""
+    gold = row.number_or_text("answer")
+    if re.fullmatch(r"[0-9]{1,3}", gold) is None:
+        raise BadRow(f"has no whole number from 0 to 999 in {row.columns['answer']!r}: {gold[:80]!r}")
+    return Question(id, row.text("question"), gold)
+
+
+def _amc(id: str, row: Row) -> Question:
+    """Make a question from a row of AMC. Raises BadRow if the answer is no number."""
     return Question(id, row.text("question"), _number(row))
 
 
@@ -173,9 +185,5 @@ def _number(row: Row) -> str:
 
 
 _MAKERS: dict[str, Make] = {
-    "dapo_math": _dapo_math,
-    "math500": _question_with_latex_answer,
-    "aime24": _question_with_number,
-    "aime25": _question_with_number,
-    "amc23": _question_with_number,
-}
+    "dapo_math": _dapo_math, "math500": _question_with_latex_answer, "aime24": _aime, "aime25": _aime, "amc23": _amc,
+}  # fmt: skip

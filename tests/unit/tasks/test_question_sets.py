@@ -156,6 +156,14 @@ def test_steps_that_leave_no_question_are_refused(tmp_path: Path, train: list[in
     assert f"task.gsm8k.max_steps=2 {said}" in refusal(cfg)
 
 
+def test_rows_of_gsm8k_without_a_solution_are_bad_where_steps_count(tmp_path: Path) -> None:
+    cfg = steps_folder(tmp_path, [0, *[2] * 199], [2])
+    assert (len(tasks.load(cfg).train), tasks.load(cfg).warnings) == (200, ())
+    task = tasks.load(replace(cfg, gsm8k=Gsm8kConfig(2)))
+    assert len(task.train) == 199
+    assert "train.jsonl:1 has no solution, and task.gsm8k.max_steps=2 counts its steps" in task.warnings[0]
+
+
 # --- keys
 
 
