@@ -129,12 +129,14 @@ def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing_keys(mine: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
-    """Return, sorted, the settings in which two runs' arms differ. Training questions are compared by hash, not path.
+    """Return, sorted, the settings in which two runs' arms differ.
 
-    Arms map dotted keys to values as text; they are empty for a model alone.
+    Arms map dotted keys to values as text; they are empty for a model alone. Training questions are compared by hash if
+    both runs recorded one, else also by path.
     """
     mine, others = (settings_of_arm(fill_added_keys(arm)) for arm in (mine, others))
-    return sorted(key for key in {*mine, *others} - {"task.path"} if mine.get(key) != others.get(key))
+    idle = {"task.path"} if mine.get("training_sha256") and others.get("training_sha256") else set()
+    return sorted(key for key in {*mine, *others} - idle if mine.get(key) != others.get(key))
 
 
 def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
