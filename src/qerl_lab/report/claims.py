@@ -205,7 +205,7 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
         printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
         for columns in printed[-1]:
             try:
-                reference.select_row(**columns)
+                reference.select_row(**{str(column): cell for column, cell in columns.items()})
             except KeyError as error:
                 raise ValueError(f"{where}, printed: {error.args[0]}") from None
     return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))

@@ -156,9 +156,9 @@ def collapses(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
-    """Map each distinct set of conditions of measured contrasts to a letter, from A on."""
+    """Map each distinct set of conditions of measured contrasts to a letter: A, B, ..., Z, A1, ..."""
     found = dict.fromkeys(row.conditions for row in rows if row.numbers)
-    return {conditions: chr(ord("A") + n) for n, conditions in enumerate(found)}
+    return {conditions: chr(ord("A") + n % 26) + (str(n // 26) if n > 25 else "") for n, conditions in enumerate(found)}
 
 
 def _basis(rows: Sequence[Row]) -> list[str]:
