@@ -44,10 +44,10 @@ class LayerError:
     """
 
     name: str
-    weight: Tensor  # the original, w in the module's text
-    ideal: Tensor | None  # rounded with exact block scales, q(w); None for a format that does not define it
-    nearest: Tensor  # rounded to nearest with the format's own scales, r(w)
-    stored: Tensor  # what a checkpoint stores, dequantized, w'; without a checkpoint the same as `nearest`
+    weight: Tensor
+    ideal: Tensor | None
+    nearest: Tensor
+    stored: Tensor
 
     @property
     def dead(self) -> Tensor:

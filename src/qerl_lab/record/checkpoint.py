@@ -39,11 +39,11 @@ class Saved:
     """
 
     path: Path
-    step: int  # number of steps trained
-    prompts_seen: int  # position in the training data
-    config: dict[str, Any]  # values of `arm.settings_of_run`, to detect a changed configuration
-    noise: dict[str, Any] = field(default_factory=dict)  # state of `train.noise_level.NoiseLevel`
-    micro_batch_size: int | None = None  # completions per forward and backward pass; None in older checkpoints
+    step: int
+    prompts_seen: int
+    config: dict[str, Any]
+    noise: dict[str, Any] = field(default_factory=dict)
+    micro_batch_size: int | None = None
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
         """Raise ConfigError if `cfg` differs from the configuration that the checkpoint was trained with.

@@ -27,8 +27,8 @@ class LineFile(Generic[T]):
     """
 
     name: str
-    kind: str  # what messages call a record, e.g. "a sample"
-    decode: Callable[[Any], T]  # from parsed JSON, with the key "step"; raises ValueError or TypeError if it cannot
+    kind: str
+    decode: Callable[[Any], T]
 
     def read(self, run_dir: Path, offset: int = 0) -> tuple[list[T], int]:
         """Read the complete lines from byte `offset` on; return their records and the offset of the next line.

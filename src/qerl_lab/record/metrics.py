@@ -25,7 +25,7 @@ class Metric:
 
     unit: str
     meaning: str
-    trl: str = ""  # name of the metric in TRL if TRL measures it
+    trl: str = ""
     over: str = ""
 
 
