@@ -30,13 +30,12 @@ from qerl_lab.tasks.answers.completion import has_thought
 from qerl_lab.tasks.questions import (
     UNPARSED,
     BadRow,
-    LeftOut,
     Question,
     Questions,
     Scores,
     is_heldout,
     label,
-    wording,
+    without_heldout,
 )
 
 __all__ = ["UNPARSED", "BadRow", "Question", "Scores", "Task", "is_heldout"]
@@ -91,15 +90,12 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
     them are, if questions cannot be read, or if the task lacks the function `training`.
     """
     functions = _functions(cfg, training)
-    train, heldout = functions[training](cfg) if training else [], functions["heldout"](cfg)
-    known = {wording(question.prompt) for question in heldout}
-    kept = [question for question in train if wording(question.prompt) not in known]
-    shared = next((question.id for question in train if wording(question.prompt) in known), "")
-    leaked = LeftOut(len(train) - len(kept), len(train), f"{shared} is held out too")
-    leaked.check("Check task.path.")
-    train, heldout = (part if isinstance(part, Questions) else Questions(part) for part in (train, heldout))
-    train = Questions(kept[: cfg.train_questions or None], [*train.left_out, leaked], train.notes)
-    sets = {"training": train, "heldout": heldout}
+    asked = functions[training](cfg) if training else []
+    heldout = functions["heldout"](cfg)
+    sets = {
+        "training": without_heldout(asked, heldout, cfg.train_questions),
+        "heldout": heldout if isinstance(heldout, Questions) else Questions(heldout),
+    }
     roles: dict[str, str] = {}  # warning -> role of the questions; a warning about a shared file is listed once
     for role in ("heldout", "training"):
         for line in [*map(str, sets[role].left_out), *sets[role].notes]:
@@ -108,8 +104,8 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
     return Task(
         name=label(cfg),
         instruction=cfg.instruction,
-        train=train,
-        heldout=heldout,
+        train=sets["training"],
+        heldout=sets["heldout"],
         weights={"format": cfg.format_reward, "answer": cfg.answer_reward} | further,
         grade=functions["grade"],
         format_reward_for=cfg.format_reward_for,

@@ -140,13 +140,16 @@ def worked_solution(rng: random.Random, problem: Problem) -> str:
     elif way == "together" and len(problem.changes) > 2:
         work = _together(rng, problem)
     else:
-        order = list(problem.changes)
-        while way == "any order":  # until the running total never falls below zero
-            order = rng.sample(problem.changes, len(problem.changes))
-            if all(problem.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):
-                break
-        work = _chain(rng, problem.start, order)
+        work = _chain(rng, problem.start, _ordered(rng, problem) if way == "any order" else list(problem.changes))
     return f"<think>{work}</think><answer>{problem.answer}</answer>"
+
+
+def _ordered(rng: random.Random, problem: Problem) -> list[int]:
+    """Return the changes of a problem in a random order. The running total of this order never falls below zero."""
+    while True:
+        order = rng.sample(problem.changes, len(problem.changes))
+        if all(problem.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):
+            return order
 
 
 def _together(rng: random.Random, problem: Problem) -> str:

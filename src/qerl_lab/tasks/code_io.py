@@ -97,15 +97,19 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
             of = question.payload
             programs[text, question] = code_sandbox.Program(text, of["inputs"], of["seconds"], of["memory_mib"])
     outputs = dict(zip(programs, code_sandbox.run(list(programs.values())), strict=True))
-    share = np.zeros(len(texts))
-    for n, pair in enumerate(asked):
-        known = pair[1].payload["outputs"]
-        found = outputs.get(pair, [None] * len(known))  # None: no program, or it failed
-        share[n] = np.mean(
-            [each is not None and _lines(each) == _lines(right) for each, right in zip(found, known, strict=True)]
-        )
+    share = np.array([_passed_share(outputs.get(pair, []), pair[1]) for pair in asked], np.float64)
     kept = np.array([keeps_format(text) for text in texts], np.float64)
     return {"format": kept, "answer": (share == 1).astype(np.float64), "tests": share}
+
+
+def _passed_share(outputs: Sequence[str | None], question: Question) -> float:
+    """Return the share of the question's tests that passed.
+
+    `outputs` has one text per test, None where the program failed; it is empty if the completion has no program.
+    """
+    expected = question.payload["outputs"]
+    pairs = zip(outputs, expected, strict=False)  # no outputs for a completion without a program
+    return sum(output is not None and _lines(output) == _lines(known) for output, known in pairs) / len(expected)
 
 
 def _lines(text: str) -> list[str]:

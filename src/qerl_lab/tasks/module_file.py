@@ -51,9 +51,18 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
         functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name])
     if "weights" in functions and "grade" not in functions:
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
-    if "grade" not in functions:
-        return functions
-    said, given = f"task.module={cfg.module}: weights(cfg)", {**of_task, **functions}.get("weights", lambda _: {})(cfg)
+    if "grade" in functions:
+        parts = _weighted_parts(cfg, {**of_task, **functions}.get("weights", lambda cfg: {})(cfg))
+        functions["grade"] = _checked_grade(cfg, functions["grade"], parts, are_required="weights" in functions)
+    return functions
+
+
+def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
+    """Check `given`, the result of `weights(cfg)`, and return the names of the parts in it.
+
+    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS.
+    """
+    said = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
         isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
         for part, weight in given.items()
@@ -64,8 +73,7 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
             f"{said} weighs {', '.join(shared)}; allowed: further parts. Type task.format_reward=X "
             "or task.answer_reward=X."
         )
-    functions["grade"] = _checked_grade(cfg, functions["grade"], set(given), are_required="weights" in functions)
-    return functions
+    return set(given)
 
 
 def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:

@@ -164,14 +164,7 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
         )
     for file in [local] if local.is_file() else _files_of(local, source, of_heldout):
         try:
-            if file.suffix == ".jsonl":
-                with file.open("rb") as lines:
-                    yield from ((f"{file}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip())
-            else:
-                import pyarrow.parquet
-
-                with pyarrow.parquet.ParquetFile(file) as opened:
-                    yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
+            yield from _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
         except (OSError, ValueError) as error:  # no permission, a directory of that name, damage
             raise ConfigError(
                 f"{file} cannot be read as {file.suffix} ({first_line(error)}). Check task.path."
@@ -195,6 +188,14 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
     )
 
 
+def _read_jsonl(file: Path) -> Iterator[Located]:
+    """Yield (location, bytes) of each line that is not blank. The location is FILE:LINE."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{file}:{number}", line
+
+
 def _parse_line(line: bytes) -> dict[str, Any]:
     """Parse a line as a JSON object. Raises BadRow if it is none."""
     try:
@@ -204,6 +205,14 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise BadRow(f"is JSON but no object: {line[:80]!r}")
     return row
+
+
+def _read_parquet(file: Path) -> Iterator[Located]:
+    """Yield (location, row) of each row of a Parquet file. The row is a dict."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:

@@ -48,18 +48,11 @@ def _unwrap_single(form: Form) -> Form:
 def _compare_named(left: Form, right: Form) -> bool:
     """Tell whether two forms are equal, at least one of them named: `x = 5` equals 5, but not `y = 5`.
 
-    A name may lack its arguments, if these are letters: `y` is `y(t)`, but not `y(2)`. Two different names, or a name
-    and an equation, are compared as equations if both can be read as one: `y = 2x`.
+    Two different names, or a name and an equation, are compared as equations if both can be read as one: `y = 2x`.
     """
-    if isinstance(left, Named) and isinstance(right, Named):
-        short, long = sorted((left.name, right.name), key=len)
-        if long.startswith(short) and re.fullmatch(r"(\([A-Za-z,]+\))?", long.removeprefix(short)):
-            return equal(left.form, right.form)
-    sides = [left, right]
-    for n, side in enumerate(sides):
-        if isinstance(side, Named) and isinstance(side.form, Amount):
-            with suppress(Unreadable):  # a name such as `Area` is no expression
-                sides[n] = Relation((read_expression(side.name), side.form.node), ("=",))
+    if isinstance(left, Named) and isinstance(right, Named) and _same_name(left.name, right.name):
+        return equal(left.form, right.form)
+    sides = [_as_relation(side) for side in (left, right)]
     if all(isinstance(side, Relation) for side in sides):
         return _compare_relations(*sides)
     named, other = (left, right) if isinstance(left, Named) else (right, left)
@@ -70,17 +63,33 @@ def _compare_named(left: Form, right: Form) -> bool:
     return (not variables or any(variable in name for variable in variables)) and equal(named.form, other)
 
 
+def _same_name(left: str, right: str) -> bool:
+    """Tell whether two names are equal, or one is the other with letters as arguments: `y(t)` and `y`, not `f(2)`."""
+    short, long = sorted((left, right), key=len)
+    letters = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
+    return short == long or (long.startswith(short) and letters is not None)
+
+
+def _as_relation(form: Form) -> Form:
+    """Convert a named expression such as `y = 2x` to an equation.
+
+    Returns other forms, and forms with a name that is no expression, unchanged.
+    """
+    if isinstance(form, Named) and isinstance(form.form, Amount):
+        with suppress(Unreadable):
+            return Relation((read_expression(form.name), form.form.node), ("=",))
+    return form
+
+
 def _compare_amounts(left: Amount, right: Amount) -> bool:
     """Tell whether two amounts are equal. 50% equals 0.5 and 50; a unit counts only if both amounts have one.
 
-    Beside an expression with variables a unit may be variables too: `2 m` is 2 times m. A long decimal also equals the
-    number from which it was rounded, see `_is_rounding_of`.
+    A long decimal also equals the number from which it was rounded, see `_is_rounding_of`.
     """
     if left.letters is not None and right.letters is not None:
         return _compare_nodes(left.letters, right.letters)
-    for amount, other in ((left, right), (right, left)):
-        if amount.letters is not None and names(other.node) and _compare_nodes(amount.letters, other.node):
-            return True
+    if _is_product_of_letters(left, right) or _is_product_of_letters(right, left):
+        return True
     if left.unit and right.unit and left.unit != right.unit:
         return False
     a, b = left.node, right.node
@@ -88,6 +97,14 @@ def _compare_amounts(left: Amount, right: Amount) -> bool:
         return _compare_nodes(a, b) or _is_rounding_of(a, b)
     as_part = (Op("*", (a, HUNDREDTH)), b) if left.percent else (a, Op("*", (b, HUNDREDTH)))
     return _compare_nodes(a, b) or _compare_nodes(*as_part) or _is_rounding_of(*as_part)
+
+
+def _is_product_of_letters(amount: Amount, other: Amount) -> bool:
+    """Tell whether `amount` equals `other` once its unit is read as variables: two metres, `2 m`, as 2 times m.
+
+    False if `other` has no variables.
+    """
+    return amount.letters is not None and bool(names(other.node)) and _compare_nodes(amount.letters, other.node)
 
 
 def _compare_nodes(left: Node, right: Node) -> bool:
@@ -104,12 +121,14 @@ def _compare_nodes(left: Node, right: Node) -> bool:
     agreed: dict[bool, list[bool]] = {True: [], False: []}
     for draw in range(POINTS):
         at = point(variables, draw)
-        with suppress(Unreadable):  # undefined or too large here
+        try:
             a, b = value(left, at), value(right, at)
-            both_real = is_real(a) and is_real(b)
-            agreed[both_real].append(close(a, b))
-            if both_real and not agreed[True][-1]:
-                return False
+        except Unreadable:  # undefined or too large at this point
+            continue
+        both_real, agree = is_real(a) and is_real(b), close(a, b)
+        if both_real and not agree:
+            return False
+        agreed[both_real].append(agree)
     return bool(agreed[True]) or (bool(agreed[False]) and all(agreed[False]))
 
 
@@ -151,24 +170,32 @@ def _compare_several(left: Several, right: Several) -> bool:
     equal a point, and `10:30` equals `10:30 am` and `10:30 pm`.
     """
     shapes = {left.brackets, right.brackets}
-    sides = [left.parts, right.parts]
     if shapes == {"[]", "()"}:
-        for n, parts in enumerate(sides):
-            rows = [part.parts for part in parts if isinstance(part, Several) and part.brackets == "[]"]
-            if len(rows) == len(parts) and all(len(row) == 1 for row in rows):  # a matrix of one column
-                sides[n], shapes = tuple(row[0] for row in rows), {"()"}
-    if len(sides[0]) != len(sides[1]):
+        left, right = _column(left), _column(right)  # of the matrix; a point stays
+    if len(left.parts) != len(right.parts):
         return False
     if shapes <= {"", "{}"} or shapes == {"or"}:
-        rest = list(sides[1])
-        for form in sides[0]:
-            at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
-            if at is None:
-                return False
-            rest.pop(at)
-        return True
-    ordered = len(shapes) == 1 or shapes in ({"", "()"}, {":", "am"}, {":", "pm"})
-    return ordered and all(equal(a, b) for a, b in zip(*sides, strict=True))
+        return _equal_in_any_order(left.parts, right.parts)
+    ordered = left.brackets == right.brackets or shapes in ({"", "()"}, {":", "am"}, {":", "pm"})
+    return ordered and all(equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
+
+
+def _equal_in_any_order(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
+    """Tell whether each part of `left` equals a different part of `right`. Both must have the same length."""
+    rest = list(right)
+    for form in left:
+        at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
+        if at is None:
+            return False
+        rest.pop(at)
+    return True
+
+
+def _column(form: Several) -> Several:
+    """Convert a matrix of one column to a point; return other forms unchanged."""
+    rows = [part for part in form.parts if isinstance(part, Several) and part.brackets == "[]" and len(part.parts) == 1]
+    is_column = form.brackets == "[]" and len(rows) == len(form.parts)
+    return Several("()", tuple(row.parts[0] for row in rows)) if is_column else form
 
 
 def _compare_relations(left: Form, right: Form) -> bool:

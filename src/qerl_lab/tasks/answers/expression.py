@@ -231,18 +231,24 @@ class _Reader:
         """
         token = self.next
         if token is not None and token.kind == "number":
-            self.take()
-            if len(token.text) == 1 or signed:
-                return read_number(token.text)
-            if not token.text.isdigit():
-                raise Unreadable(token.text)
-            self.at -= 1
-            self.tokens[self.at] = Token("number", token.text[1:], False)  # the next call takes the other digits
-            return read_number(token.text[0])
+            return read_number(self.take().text) if signed else self.first_digit()
         self.deeper()
         node = self.factor() if signed and self.sees("-", "+") else self.atom()
         self.depth -= 1
         return node
+
+    def first_digit(self) -> Node:
+        """Parse the first digit of the next number, and leave its other digits for the next call.
+
+        Raises Unreadable if the number is a decimal of more than one character.
+        """
+        token = self.take()
+        if len(token.text) > 1:
+            if not token.text.isdigit():
+                raise Unreadable(token.text)
+            self.at -= 1
+            self.tokens[self.at] = Token("number", token.text[1:], False)
+        return read_number(token.text[0])
 
     def group(self, opening: str) -> Node:
         """Parse a sum and the closing bracket. The caller has already taken the opening bracket, `opening`."""

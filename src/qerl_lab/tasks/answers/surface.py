@@ -115,14 +115,8 @@ def plain(text: str) -> str:
     """Normalize an answer's spelling: LaTeX with few macros, single spaces, no lead-in words, no final punctuation."""
     if _ESCAPED_TWICE.fullmatch(text):
         text = text.replace(r"\\", "\\")
-    text = text.translate(_TRANSLATION)
-    for signs, mark in ((_SUPERSCRIPTS, "^"), (_SUBSCRIPTS, "_")):  # x² becomes x^{2}
-        table = str.maketrans(signs)
-        text = re.sub(f"[{''.join(signs)}]+", lambda run: f"{mark}{{{run[0].translate(table)}}}", text)  # noqa: B023
-    dollars = re.compile(r"(?<!\\)\$")
-    if len(dollars.findall(text)) == 1:  # money, not the delimiters of a formula
-        text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\dollar ", text)
-    text = dollars.sub(" ", text)
+    text = _powers(text.translate(_TRANSLATION))
+    text = _without_dollars(text)
     text = _SIZES.sub(" ", text)
     for pattern, new in _SPELLINGS:
         text = pattern.sub(new, text)
@@ -133,6 +127,21 @@ def plain(text: str) -> str:
 def compact(text: str) -> str:
     """Remove all spaces but those between two digits."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
+
+
+def _powers(text: str) -> str:
+    """Write Unicode superscripts and subscripts as in TeX: `x²` becomes `x^{2}`."""
+    for signs, mark in ((_SUPERSCRIPTS, "^"), (_SUBSCRIPTS, "_")):
+        table = str.maketrans(signs)
+        text = re.sub(f"[{''.join(signs)}]+", lambda run: f"{mark}{{{run[0].translate(table)}}}", text)  # noqa: B023
+    return text
+
+
+def _without_dollars(text: str) -> str:
+    r"""Replace each `$` (but not `\$`) by a space. The only `$` of a text becomes `\dollar` if a number follows it."""
+    if len(re.findall(r"(?<!\\)\$", text)) == 1:
+        text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\dollar ", text)
+    return re.sub(r"(?<!\\)\$", " ", text)
 
 
 def _unboxed(text: str) -> str:
