@@ -130,9 +130,11 @@ def test_every_worked_solution_is_right_and_earns_the_full_reward(difficulty: di
     for problem in problems(cfg, 1000):
         solution = arithmetic.worked_solution(rng, problem)
         assert earned(task, solution, str(problem.answer)) == pytest.approx(1.2)
-        for left, sign, right, result in re.findall(r"(\d+)(\+|-| plus | minus )(\d+)(?:=| is )(\d+)", solution):
+        found = re.findall(r"(\d+)(\+|-| plus | minus )(\d+)(?:=| is )(\d+)", solution)
+        for left, sign, right, result in found:
             assert int(left) + int(right) * (1 if sign in ("+", " plus ") else -1) == int(result), solution
             sums += 1
+        assert not found or found[-1][-1] == str(problem.answer), solution
     assert sums > 500
 
 
