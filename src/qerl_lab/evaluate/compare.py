@@ -132,11 +132,11 @@ def differing_keys(mine: Mapping[str, str], others: Mapping[str, str]) -> list[s
     """Return, sorted, the settings in which two runs' arms differ.
 
     Arms map dotted keys to values as text; they are empty for a model alone. Training questions are compared by hash if
-    both runs recorded one, else also by path.
+    both runs recorded one, else by path.
     """
     mine, others = (settings_of_arm(fill_added_keys(arm)) for arm in (mine, others))
-    idle = {"task.path"} if mine.get("training_sha256") and others.get("training_sha256") else set()
-    return sorted(key for key in {*mine, *others} - idle if mine.get(key) != others.get(key))
+    idle = "task.path" if mine.get("training_sha256") and others.get("training_sha256") else "training_sha256"
+    return sorted(key for key in {*mine, *others} - {idle} if mine.get(key) != others.get(key))
 
 
 def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
