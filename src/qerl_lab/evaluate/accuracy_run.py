@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,35 @@ from qerl_lab.record.partial import Unfinished
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import read_json, replace_file, strict_json
-from qerl_lab.tasks import Task
+from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.answers.completion import final_answer
+
+
+@dataclass(frozen=True)
+class Part:
+    """Questions of one benchmark that are asked together, each `samples` times.
+
+    `number` counts the parts of the benchmark from 0, `file` is the name of the Parquet file for the answers.
+    """
+
+    file: str
+    task: Task
+    number: int
+    questions: Sequence[Question]
+    samples: int
+
+    @property
+    def completions(self) -> int:
+        """Return the number of completions of this part."""
+        return len(self.questions) * self.samples
 
 
 def run(options: AccuracyOptions) -> None:
     """Evaluate a run or model on benchmarks: ask, grade, write and print. If the results exist, only print them.
 
     The results go to `options.out`; if not given, to a folder below the run or evaluations/ that is named by a hash of
-    the settings. Raises ConfigError if that cannot be done, ValueError if the engine failed (finished parts are kept).
+    the settings. Raises ConfigError if the run or model cannot be evaluated, a benchmark cannot be read, or the folder
+    holds other results; ValueError if the engine failed (finished parts are kept); OSError if a file cannot be written.
     """
     chosen = subject.resolve_subject(options)
     tasks = subject.load_benchmarks(options, chosen.cfg)
@@ -79,36 +99,7 @@ def run(options: AccuracyOptions) -> None:
                 started = time.time()
                 too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, learner, sampler, unfinished)
                 seconds += time.time() - started
-        files = sorted(unfinished.folder.glob("*-*-*.parquet"))
-        rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
-        rows = rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)  # own before common
-        cfg, notes = chosen.cfg, list[str]()
-        for task in tasks:
-            notes += [f"{task.name}: {line}" for line in task.warnings]
-            if count := too_long[task.name]:
-                limit = f"max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
-                notes.append(f"{task.name}: {count} questions are longer than {limit}, and left out")
-        if options.common and chosen.is_dense:
-            notes.append(f"its own engine is the common one: {cfg.format.name} is dense")
-        about = {
-            "schema": SCHEMA,
-            "identity": identity,
-            "subject": chosen.said,
-            "model": {"path": cfg.model.path, "revision": cfg.model.revision},
-            "run_seed": chosen.run_seed,
-            "arm": chosen.arm,
-            "own_is_common": chosen.is_dense,
-            "notes": notes,
-            "benchmarks": {name: data | {"too_long": too_long[name]} for name, data in identity["benchmarks"].items()},
-            "results": summary.summarize_each(rows),
-            "seconds": round(seconds, 1),
-            "environment": environment(),
-        }
-        replace_file(unfinished.folder / ROWS, rows.to_parquet(index=False))
-        replace_file(unfinished.folder / ABOUT, strict_json(about))
-        for file in files:
-            file.unlink()
-        unfinished.finish()
+        write_results(options, chosen, tasks, identity, too_long, seconds, unfinished)
     print_results(out, "is evaluated")
 
 
@@ -148,50 +139,63 @@ def answer_missing_parts(
     Questions are asked in parts of about one generation batch, or four for vLLM, which refills its batch. Each part
     gets a Parquet file with a row per completion. The number of the part enters the sampling seed, which is the same
     for all arms and engines. Returns by benchmark how many questions are longer than max_prompt_tokens, and so not
-    asked. Raises ConfigError if all questions of a benchmark are too long, ValueError if the engine failed.
+    asked. Raises ConfigError if all questions of a benchmark are too long, ValueError if the engine
+    failed.
 
     Args:
         identity: settings from `identifying_settings`, with the number of samples of each benchmark.
         engine: OWN or COMMON, the name of `sampler` in the rows.
     """
-    ((sampling_name, samples_of),) = identity["samplings"].items()
-    limit = cfg.rollout.max_prompt_tokens
-    at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
-    too_long, parts = dict[str, int](), []
+    ((sampling_name, samples),) = identity["samplings"].items()
+    too_long, parts = dict[str, int](), list[Part]()
     for task in tasks:
-        lengths = [len(learner.prompt_ids(task.messages(question))) for question in task.heldout]
-        fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
-        if not fitting:
-            raise ConfigError(
-                f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
-                f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
-            )
-        too_long[task.name], samples = len(lengths) - len(fitting), samples_of[task.name]
-        size = max(1, at_once // samples)
-        for number, begin in enumerate(range(0, len(fitting), size)):
-            file, questions = f"{engine}-{task.name}-{number:05d}.parquet", fitting[begin : begin + size]
-            parts.append((file, task, number, questions, samples))
-    completions = {file: len(questions) * samples for file, _, _, questions, samples in parts}
-    done = sum(count for file, count in completions.items() if unfinished.has(file))
-    with terminal.Amount(f"{engine} engine", sum(completions.values()), done, unit="completion") as bar:
-        for file, task, number, questions, samples in parts:
-            if unfinished.has(file):
-                continue
-            seed = evaluation_seed(cfg.seed, task.name, number)
+        fitting = _questions_that_fit(cfg, task, learner)
+        too_long[task.name] = len(task.heldout) - len(fitting)
+        parts += _split_into_parts(cfg, task, fitting, samples[task.name], engine)
+    left = [part for part in parts if not unfinished.has(part.file)]
+    total, ahead = sum(part.completions for part in parts), sum(part.completions for part in left)
+    with terminal.Amount(f"{engine} engine", total, total - ahead, unit="completion") as bar:
+        for part in left:
+            task, seed = part.task, evaluation_seed(cfg.seed, part.task.name, part.number)
             sampling = Sampling(cfg.rollout.max_completion_tokens, seed, cfg.eval.temperature, cfg.eval.top_p)
             try:
-                rows = ask_questions(sampler, learner, task, questions, samples, sampling, bar.advance).rows
+                rows = ask_questions(sampler, learner, task, part.questions, part.samples, sampling, bar.advance).rows
             except EngineFailed as error:
                 raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
             if "grading" in identity:
                 rows["accuracy"] = same_first_character(rows["completion"], rows["answer"])
-            prompts = [json.dumps(task.messages(question)).encode() for question in questions]
-            hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(samples)]
+            prompts = [json.dumps(task.messages(question)).encode() for question in part.questions]
+            hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(part.samples)]
             columns = {"benchmark": task.name, "engine": engine, "sampling": sampling_name, "prompt_sha256": hashes}
             rows = pd.concat([pd.DataFrame(columns, index=rows.index), rows], axis=1)
-            replace_file(unfinished.folder / file, rows.to_parquet(index=False))
-            unfinished.note(file)
+            replace_file(unfinished.folder / part.file, rows.to_parquet(index=False))
+            unfinished.note(part.file)
     return too_long
+
+
+def _questions_that_fit(cfg: RunConfig, task: Task, learner: Policy) -> list[Question]:
+    """Return the questions of a benchmark with at most max_prompt_tokens. Raises ConfigError if there is none."""
+    lengths = [len(learner.prompt_ids(task.messages(question))) for question in task.heldout]
+    limit = cfg.rollout.max_prompt_tokens
+    fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
+    if not fitting:
+        raise ConfigError(
+            f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
+            f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
+        )
+    return fitting
+
+
+def _split_into_parts(
+    cfg: RunConfig, task: Task, questions: Sequence[Question], samples: int, engine: str
+) -> list[Part]:  # fmt: skip
+    """Split the questions of a benchmark into parts of about one generation batch, or four for vLLM."""
+    at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
+    size, parts = max(1, at_once // samples), list[Part]()
+    for number, begin in enumerate(range(0, len(questions), size)):
+        file = f"{engine}-{task.name}-{number:05d}.parquet"
+        parts.append(Part(file, task, number, questions[begin : begin + size], samples))
+    return parts
 
 
 def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:
@@ -202,6 +206,47 @@ def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> 
     """
     finals = [final_answer(completion) or "" for completion in completions]
     return [float(final[:1] == answer[:1] != "") for final, answer in zip(finals, answers, strict=True)]
+
+
+def write_results(
+    options: AccuracyOptions, chosen: Subject, tasks: Sequence[Task], identity: Mapping[str, Any],
+    too_long: Mapping[str, int], seconds: float, unfinished: Unfinished,
+) -> None:  # fmt: skip
+    """Merge the answers in the folder `unfinished` into eval.parquet, write evaluation.json, and rename the folder.
+
+    `too_long` has the number of questions left out by benchmark, `seconds` is the time taken.
+    """
+    cfg, folder = chosen.cfg, unfinished.folder
+    files = sorted(folder.glob("*-*-*.parquet"))
+    rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+    rows = rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)  # own before common
+    notes = []
+    for task in tasks:
+        notes += [f"{task.name}: {line}" for line in task.warnings]
+        if count := too_long[task.name]:
+            limit = f"max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
+            notes.append(f"{task.name}: {count} questions are longer than {limit}, and left out")
+    if options.common and chosen.is_dense:
+        notes.append(f"its own engine is the common one: {cfg.format.name} is dense")
+    about = {
+        "schema": SCHEMA,
+        "identity": identity,
+        "subject": chosen.said,
+        "model": {"path": cfg.model.path, "revision": cfg.model.revision},
+        "run_seed": chosen.run_seed,
+        "arm": chosen.arm,
+        "own_is_common": chosen.is_dense,
+        "notes": notes,
+        "benchmarks": {name: data | {"too_long": too_long[name]} for name, data in identity["benchmarks"].items()},
+        "results": summary.summarize_each(rows),
+        "seconds": round(seconds, 1),
+        "environment": environment(),
+    }
+    replace_file(folder / ROWS, rows.to_parquet(index=False))
+    replace_file(folder / ABOUT, strict_json(about))
+    for file in files:
+        file.unlink()
+    unfinished.finish()
 
 
 def print_results(folder: Path, state: str) -> None:

@@ -148,7 +148,10 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
 
 
 def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
-    """Sample one completion per prompt from the dense model at temperature 1, and measure the model on them."""
+    """Sample one completion per prompt from the dense model at temperature 1.
+
+    Also measures the model's hidden states and entropy at each completion token.
+    """
     name, path = split_name_and_path(options.prompts)
     task = load_questions(task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
@@ -190,20 +193,30 @@ def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -
     if arm.folder is not None:
         row["checkpoint"] = terminal.format_path(arm.folder)
     row["weight_error"] = weight_error.sum_errors(errors)
-    rows = [row]
-    if options.parts and arm.folder is None and row["weight_error"]["parts"] is not None:
-        model, _ = policy.load_base(run_config(options, DENSE_FORMAT), device)
-        for part in ("grid", "dead", "grid and dead"):
-            for layer in weight_error.layers(arm.weight_format, dense, None, linears, device):
-                added = {"grid": layer.grid, "dead": layer.dead}
-                weight = model.get_parameter(f"{layer.name}.weight")
-                weight.data.copy_(layer.weight + sum(added[name] for name in part.split(" and ")))
-            part_T, kl_T = compare_to_dense(model, texts)
-            about = {"arm": arm.name, "part": part}
-            rows.append(about | estimates(part_T, texts) | {"kl": mean_and_interval(kl_T, texts)})
-        change = mean_change(entropies_T - part_T, texts)  # of the format from the last part, ideal scales
-        rows.append({"arm": arm.name, "part": "scale", "entropy_change": change})
-    return rows
+    if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
+        return [row]
+    return [row, *_measure_error_parts(options, arm, texts, dense, linears, entropies_T)]
+
+
+def _measure_error_parts(
+    options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, linears: list[str], packed_T: Tensor
+) -> list[dict[str, Any]]:
+    """Measure the dense model plus parts of the rounding error of `arm`; return a row per part, and the row `scale`.
+
+    `dense` holds the weights of the dense model, `linears` the names of the packed Linears, `packed_T` the entropies of
+    the arm.
+    """
+    device, rows = texts.states.device, list[dict[str, Any]]()
+    model, _ = policy.load_base(run_config(options, DENSE_FORMAT), device)
+    for part in ("grid", "dead", "grid and dead"):
+        for layer in weight_error.layers(arm.weight_format, dense, None, linears, device):
+            added = {"grid": layer.grid, "dead": layer.dead}
+            weight = model.get_parameter(f"{layer.name}.weight")
+            weight.data.copy_(layer.weight + sum(added[name] for name in part.split(" and ")))
+        entropies_T, kl_T = compare_to_dense(model, texts)
+        about = {"arm": arm.name, "part": part}
+        rows.append(about | estimates(entropies_T, texts) | {"kl": mean_and_interval(kl_T, texts)})
+    return [*rows, {"arm": arm.name, "part": "scale", "entropy_change": mean_change(packed_T - entropies_T, texts)}]
 
 
 def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,7 @@ class EntropyOptions:
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     formats: list[str] = option(["all"], "weight formats", choices=("all", *choices_of("format")))
     checkpoints: list[str] = option([], "packed directories to measure too, of any origin: GPTQ, AWQ")
-    prompts: str = option("arithmetic", "task with the prompts, its evaluation questions: NAME or NAME:PATH")
+    prompts: str = option("arithmetic", "task whose evaluation questions are the prompts, NAME or NAME:PATH")
     questions: int = option(64, "how many of its first questions", at_least=2)
     max_completion_tokens: int = option(128, "longest completion that the dense model samples", at_least=1)
     seed: int = option(0, "seeds that sampling", at_least=0, at_most=2**32 - 1)

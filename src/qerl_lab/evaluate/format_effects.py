@@ -82,7 +82,10 @@ def linear_of(texts: Texts, layer: str) -> tuple[Tensor, Tensor]:
 
 
 def packed_model(model: str, weight_format: Format, device: torch.device) -> PreTrainedModel:
-    """Load the dense model `model` (hub id, directory, GGUF file or `pocket`), all but lm_head in `weight_format`."""
+    """Load the dense model `model` (hub id, directory, GGUF file or `pocket`), all but lm_head in `weight_format`.
+
+    Raises ValueError if the model cannot be loaded or packed.
+    """
     folder, cfg = local_folder(model, None, key="model"), RunConfig()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     packed_as = PackedAs(weight_format, tuple(cfg.format.ignore))

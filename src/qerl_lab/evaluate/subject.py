@@ -40,7 +40,7 @@ class Subject:
     said: str  # description for the user
     cfg: RunConfig
     adapter: Path | None = None  # folder; None for a base alone, and for a run that trained all weights
-    base: ModelConfig | None = None  # with lora=full the model before training; `cfg.model` is the one after
+    base: ModelConfig | None = None  # with lora=full the model before training; `cfg.model` is the trained one
     run_seed: int = 0  # seed of the run, whatever `seed=` is; for a model alone the sampling seed
     arm: Mapping[str, str] = field(default_factory=dict)  # of a run: settings as text, hash of training questions
     day: date = field(default_factory=date.today)  # on which the run started, for chat templates that print it
@@ -182,7 +182,10 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
 
 
 def load_questions(cfg: TaskConfig, before: str) -> Task:
-    """Load a task for evaluation. Errors name the option as it was typed, `before`, such as "benchmarks=gsm8k:"."""
+    """Load a task for evaluation. Raises ConfigError if the questions cannot be read.
+
+    The message names the option as typed on the command line, `before`, such as "benchmarks=gsm8k:".
+    """
     try:
         return tasks.load(cfg, training=None)
     except ConfigError as error:
