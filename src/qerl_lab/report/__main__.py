@@ -4,6 +4,7 @@
 """
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,16 +51,7 @@ def report(options: ReportOptions) -> None:
 
         folder = Path(options.out).expanduser()
         make_directory(folder, f"out={folder}")
-        sources = [source for name in options.sweep if (source := Path(name).expanduser() / CLAIMS).is_file()]
-        if sources and not (folder / CLAIMS).exists():  # the report tests the claims of its results
-            for other in sources[1:]:
-                if other.read_bytes() != sources[0].read_bytes():
-                    raise ConfigError(
-                        f"{format_path(sources[0])} and {format_path(other)} hold different claims; allowed: one file. "
-                        f"Copy the one to test to {format_path(folder / CLAIMS)}."
-                    )
-            replace_file(folder / CLAIMS, sources[0].read_bytes())
-            print(f"claims: those of {format_path(sources[0])}, copied to {format_path(folder)}")
+        _copy_claims([Path(source).expanduser() for source in options.sweep], folder)
         written = page.write(folder, found, options.baseline, [Path(file).expanduser() for file in options.bench])
         size = sum(path.stat().st_size for path in written)
         print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
@@ -68,6 +60,25 @@ def report(options: ReportOptions) -> None:
         print(comparison.text(found, baseline))
     else:
         print("\n  ".join(["No run finished:", *found.left_out]))
+
+
+def _copy_claims(sources: Sequence[Path], folder: Path) -> None:
+    """Copy claims.yaml from the reported results (`sources`) to the report's `folder`.
+
+    So the report tests the claims of its results. Does nothing if `folder` has a claims.yaml, or if no source has one.
+    Raises ConfigError if two sources have different ones.
+    """
+    found = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
+    if not found or (folder / CLAIMS).exists():
+        return
+    for other in found[1:]:
+        if other.read_bytes() != found[0].read_bytes():
+            raise ConfigError(
+                f"{format_path(found[0])} and {format_path(other)} hold different claims; allowed: one file. Copy the "
+                f"one to test to {format_path(folder / CLAIMS)}."
+            )
+    replace_file(folder / CLAIMS, found[0].read_bytes())
+    print(f"claims: those of {format_path(found[0])}, copied to {format_path(folder)}")
 
 
 @dataclass

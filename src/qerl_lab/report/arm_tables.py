@@ -50,20 +50,6 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
     """
     if not comparison.arms:
         return []
-    rows, empty = without_empty_columns(accuracy_rows(comparison), 2)
-    title, of_paper = "Held-out accuracy", ""
-    if IN_TABLE_1 in rows[0]:
-        title += ", as in the paper's Table 1"
-        of_paper = "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. "
-    why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
-    found = [Table(
-        title,
-        "Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to 0 and 1. "
-        f"{of_paper}pass@n: questions with a right answer among n = eval.samples.",
-        rows,
-        f"Left out: {in_words(empty)}, since {why}." if empty else "",
-    )]  # fmt: skip
-
     differences: dict[tuple[str, str], list[str]] = {}
     if baseline is not None:
         control = comparison.arms[baseline]
@@ -71,42 +57,13 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
             for name in DIFFERENCES:
                 if arm != baseline and (cells := _difference_cells(runs, control, name)):
                     differences[arm, name] = cells
-        rows = [[arm, DIFFERENCES[name], *cells] for (arm, name), cells in differences.items()]
-        against = Table(
-            f"Differences to {baseline}",
-            "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
-            "only if every run ran alone. Effect size: mean / standard deviation of the seeds' differences (for "
-            "ratios, of their logarithms). P(better): share of seed pairs in which the arm is better. Unlike the "
-            "verdicts, nothing is corrected for multiple comparisons. Arms may differ in several settings: see the "
-            "last table.",
-            [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
-            "" if rows else f"Left out: no arm shares a seed with {baseline}.",
-        )
-    else:
-        why = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
-        against = Table("Differences", "", [["arm"]], why)
-    found += [against] if len(comparison.arms) > 1 else []
+    found = [_accuracy_table(comparison)]
+    if len(comparison.arms) > 1:
+        found.append(_difference_table(differences, baseline))
     found.append(_entropy_table(comparison, baseline, differences))
-
-    rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
-    for arm, runs in comparison.arms.items():
-        ratios = _by_seed(runs, "entropy_last") / _by_seed(runs, "entropy_first")
-        retained = geometric_cell(ratios) if np.isfinite(ratios).all() and (ratios > 0).all() else NONE
-        try:
-            fell = np.array([has_collapsed(run) for run in runs], float)
-            _, low, high = stats.share_interval(fell, 1)
-            collapsed = f"{int(fell.sum())} of {len(fell)} [{low:.2f}, {high:.2f}]"
-        except Unmeasured:
-            collapsed = NONE
-        rows.append([arm, retained, collapsed])
-    found.append(Table(
-        "Retained entropy and collapse",
-        "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
-        "[95% interval] (seeds). A run has collapsed if its right answers in the last tenth of the steps are below "
-        f"{FALLEN:.0%} of those in its best tenth; the share has a Wilson interval.",
-        rows,
-    ))  # fmt: skip
-    return [*found, _speed_table(comparison, baseline, differences)]
+    found.append(_retention_table(comparison))
+    found.append(_speed_table(comparison, baseline, differences))
+    return found
 
 
 def accuracy_rows(comparison: Comparison, gains: bool = True) -> Rows:
@@ -139,16 +96,79 @@ def accuracy_rows(comparison: Comparison, gains: bool = True) -> Rows:
     return rows
 
 
+def _accuracy_table(comparison: Comparison) -> Table:
+    """Build the table of held-out accuracy: `accuracy_rows` without empty columns, with explanations."""
+    rows, empty = without_empty_columns(accuracy_rows(comparison), 2)
+    title, of_paper = "Held-out accuracy", ""
+    if IN_TABLE_1 in rows[0]:
+        title += ", as in the paper's Table 1"
+        of_paper = "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. "
+    why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
+    return Table(
+        title,
+        "Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to 0 and 1. "
+        f"{of_paper}pass@n: questions with a right answer among n = eval.samples.",
+        rows,
+        f"Left out: {in_words(empty)}, since {why}." if empty else "",
+    )
+
+
+def _difference_table(differences: Differences, baseline: str | None) -> Table:
+    """Build the table of differences to the arm `baseline`, of which `differences` holds the cells.
+
+    Without a baseline the table is empty and says what to type.
+    """
+    if baseline is None:
+        why = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
+        return Table("Differences", "", [["arm"]], why)
+    rows = [[arm, DIFFERENCES[name], *cells] for (arm, name), cells in differences.items()]
+    return Table(
+        f"Differences to {baseline}",
+        "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
+        "only if every run ran alone. Effect size: mean / standard deviation of the seeds' differences (for ratios, of "
+        "their logarithms). P(better): share of seed pairs in which the arm is better. Unlike the verdicts, nothing is "
+        "corrected for multiple comparisons. Arms may differ in several settings: see the last table.",
+        [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
+        "" if rows else f"Left out: no arm shares a seed with {baseline}.",
+    )
+
+
+def _retention_table(comparison: Comparison) -> Table:
+    """Tabulate by arm the ratio of final to initial entropy, and the number of collapsed runs.
+
+    Final and initial are means over the last and the first tenth of the steps.
+    """
+    rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
+    for arm, runs in comparison.arms.items():
+        ratios = _by_seed(runs, "entropy_last") / _by_seed(runs, "entropy_first")
+        retained = geometric_cell(ratios) if np.isfinite(ratios).all() and (ratios > 0).all() else NONE
+        try:
+            fell = np.array([has_collapsed(run) for run in runs], float)
+            _, low, high = stats.share_interval(fell, 1)
+            collapsed = f"{int(fell.sum())} of {len(fell)} [{low:.2f}, {high:.2f}]"
+        except Unmeasured:
+            collapsed = NONE
+        rows.append([arm, retained, collapsed])
+    return Table(
+        "Retained entropy and collapse",
+        "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
+        "[95% interval] (seeds). A run has collapsed if its right answers in the last tenth of the steps are below "
+        f"{FALLEN:.0%} of those in its best tenth; the share has a Wilson interval.",
+        rows,
+    )
+
+
 def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
     """Return the headline number `summary[name]` of each run, indexed by seed."""
     return pd.Series({run.seed: float(run.summary[name]) for run in runs})
 
 
 def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) -> list[str]:
-    """Format how two arms differ in a key of `DIFFERENCES`: difference with interval, effect size, and P(better).
+    """Format how the arm `runs` differs from the arm `control` in the number `name`, a key of `DIFFERENCES`.
 
-    No entropy is better than another. Returns no cells if the arms share no seed with values, or for tokens/s, which
-    are compared as ratios, if a run shared its machine.
+    Returns three cells: difference with interval (tokens/s are divided), effect size, and P(better), the share of seed
+    pairs in which `runs` is better; entropies have no P(better). Returns an empty list if the arms share no seed with
+    values, or for tokens/s if a run shared its machine.
     """
     is_ratio = name in SPEEDS
     if is_ratio and shared_machines(runs, control):
@@ -179,7 +199,10 @@ def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) ->
 
 
 def _entropy_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
-    """Tabulate the policy's entropy by arm, in the first and last tenth of the steps, beside the paper's Figure 5."""
+    """Tabulate the policy's entropy by arm, in the first and the last tenth of the steps, beside the paper's Figure 5.
+
+    Further columns show the difference to `baseline` and the metrics `ENTROPIES`.
+    """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
     against = [f"first tenth - {baseline}"] if baseline else []
     of_paper = ["Figure 5, 7B"] if beside else []

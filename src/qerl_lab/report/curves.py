@@ -5,7 +5,7 @@ Held-out accuracy that was measured only before and after training is plotted as
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,20 @@ def recorded_curves(points: pd.DataFrame) -> list[Curve]:
     return [curve for curve in CURVES if curve.metric in used]
 
 
+def _split_into_panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
+    """Split labels of arms into groups, one for each panel of a figure; the baseline, if any, is first in each group.
+
+    The other arms go in pairs, counted from the end. Arms are sorted by name, so a pair is usually an arm and the same
+    arm with noise. An arm left over is in the first group.
+    """
+    first = [arm for arm in arms if arm == baseline]
+    others = [arm for arm in arms if arm != baseline]
+    if len(arms) <= ARMS_A_PANEL:
+        return [[*first, *others]]
+    starts = range(-(-len(others) % BESIDE), len(others), BESIDE)
+    return [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
+
+
 def draw(
     points: pd.DataFrame, curve: Curve, by: str, baseline: str | None, styles: Mapping[str, Mapping[str, Any]]
 ) -> Figure:  # fmt: skip
@@ -85,15 +99,9 @@ def draw(
         chosen = chosen[chosen.groupby("arm")["value"].transform("any")]
     unit = "step"
     if by == CLOCK:
-        longest = chosen[by].max()
-        name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
+        name, seconds = _clock_unit(chosen[by].max())
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
-    arms = list(chosen["arm"].unique())
-    first, others = ([arm for arm in arms if (arm == baseline) == is_first] for is_first in (True, False))
-    groups = [[*first, *others]]
-    if len(arms) > ARMS_A_PANEL:  # in pairs from the end: sorted by name, usually an arm and the same arm with noise
-        starts = range(-(-len(others) % BESIDE), len(others), BESIDE)
-        groups = [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
+    groups = _split_into_panels(list(chosen["arm"].unique()), baseline)
     runs = chosen.groupby("arm")["run_id"].nunique()
     labels = {arm: textwrap.fill(f"{arm} (n={count})", LEGEND_CHARS) for arm, count in runs.items()}
     lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
@@ -109,6 +117,13 @@ def draw(
         axes.flat[0].set_title(curve.title)
         axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
     return figure
+
+
+def _clock_unit(longest: float) -> tuple[str, int]:
+    """Return name and seconds of the unit for an axis of time that ends at `longest` seconds."""
+    if longest >= 7200:
+        return "hours", 3600
+    return ("minutes", 60) if longest >= 120 else ("seconds", 1)
 
 
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:

@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from scipy import stats as distributions
 
 from qerl_lab.report import palette, stats, verdict_tables
+from qerl_lab.report.claims import Claim
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.curves import LEGEND_CHARS, add_panel_legend
 from qerl_lab.report.measures import MEASURES, Unmeasured, count_right
@@ -112,36 +113,20 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         return None
     across = min(PANELS_ACROSS, len(claims))
     down, tallest = math.ceil(len(claims) / across), max(map(len, claims))
-    labels = []  # of the x axes: what is measured, how the arms are compared, and the unit
-    for row, *_ in claims:
-        measure, signs = MEASURES[row.claim.measure], "treated / control" if row.claim.is_ratio else "treated - control"
-        labels.append(textwrap.fill(measure.meaning, MEANING_CHARS) + f"\n{signs}, {measure.unit}")
-    lines = max(label.count("\n") for label in labels)
+    lines = max(_label_of(own[0].claim).count("\n") for own in claims)
     size = (4.4 * across, 0.3 + down * (0.9 + 0.17 * lines + 0.5 * tallest))
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
-    for axis, own, label in zip(axes.flat, claims, labels, strict=False):
-        claim, names = own[0].claim, []
-        axis.axvline(1.0 if claim.is_ratio else 0.0, color="black", linewidth=0.8)
-        for sign in [claim.direction] if claim.direction else [-1, 1]:
-            matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
-            axis.axvline(matters, **SMALLEST)
-        for place, row in enumerate(own):
-            assert row.numbers is not None
-            mean, *ends = row.numbers.effect
-            widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
-            shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
-            face = shade if row.judged else "white"
-            axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", markerfacecolor=face, capsize=3)
-            printed = [value for _, value in row.printed]
-            axis.plot(printed, [-place] * len(printed), **PRINTED)
-            seeds = "" if row.judged else f" ({row.numbers.seeds} of {claim.file.seeds} seeds)"
-            names.append(textwrap.fill(verdict_tables.name_of(row) + seeds, NAME_CHARS))
-        axis.set_yticks([-place for place in range(len(own))], names)
-        axis.margins(x=0.06)
-        axis.locator_params(axis="x", nbins=5)
-        axis.set(title=claim.name.replace("_", " "), xlabel=label, ylim=(0.5 - tallest, 0.5))
+    for axis, own in zip(axes.flat, claims, strict=False):
+        _draw_claim(axis, own)
+        axis.set_ylim(0.5 - tallest, 0.5)
     for axis in axes.flat[len(claims) :]:
         axis.set_axis_off()
+    figure.legend(handles=_marks_of_effects(measured), loc="outside lower left", ncols=3)
+    return figure
+
+
+def _marks_of_effects(measured: Sequence[Row]) -> list[Line2D]:
+    """Return what the legend of `draw_effects` lists: marks that occur in the figure of the `measured` rows."""
     marks = [
         Line2D([], [], color="black", marker="o", label="measured, 95% interval"),
         Line2D([], [], **SMALLEST, label="smallest effect that matters"),
@@ -151,8 +136,43 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         marks.append(Line2D([], [], color="black", marker="o", markerfacecolor="white", label=too_few))
     if any(row.printed for row in measured):
         marks.append(Line2D([], [], **PRINTED, label="the paper's effect"))
-    figure.legend(handles=marks, loc="outside lower left", ncols=3)
-    return figure
+    return marks
+
+
+def _label_of(claim: Claim) -> str:
+    """Return the label of the x axis: what the claim measures, how the arms are compared, and the unit."""
+    measure = MEASURES[claim.measure]
+    signs = "treated / control" if claim.is_ratio else "treated - control"
+    return textwrap.fill(measure.meaning, MEANING_CHARS) + f"\n{signs}, {measure.unit}"
+
+
+def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
+    """Draw the effects of one claim's contrasts, one below the other; `rows` are measured."""
+    claim = rows[0].claim
+    axis.axvline(1.0 if claim.is_ratio else 0.0, color="black", linewidth=0.8)
+    for sign in [claim.direction] if claim.direction else [-1, 1]:
+        matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
+        axis.axvline(matters, **SMALLEST)
+    for place, row in enumerate(rows):
+        assert row.numbers is not None
+        mean, *ends = row.numbers.effect
+        widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
+        shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
+        face = shade if row.judged else "white"
+        axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", markerfacecolor=face, capsize=3)
+        printed = [value for _, value in row.printed]
+        axis.plot(printed, [-place] * len(printed), **PRINTED)
+    names = [textwrap.fill(_name_with_seeds(row), NAME_CHARS) for row in rows]
+    axis.set_yticks([-place for place in range(len(rows))], names)
+    axis.set(title=claim.name.replace("_", " "), xlabel=_label_of(claim))
+    axis.margins(x=0.06)
+    axis.locator_params(axis="x", nbins=5)
+
+
+def _name_with_seeds(row: Row) -> str:
+    """Return the contrast's name, followed by `(3 of 5 seeds)` if so few allow no verdict yet."""
+    seeds = "" if row.judged or not row.numbers else f" ({row.numbers.seeds} of {row.claim.file.seeds} seeds)"
+    return verdict_tables.name_of(row) + seeds
 
 
 def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:

@@ -63,51 +63,32 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
     """Return every pair of arms that tests a contrast: one has the treated settings, the other the control settings.
 
     Apart from keys that the claim lets differ (`free`, and the spanned key) the two have equal settings. `started`
-    holds the newest finished run of each arm and seed, and unfinished runs, which are only counted. With `mean_over`
-    both sides keep only the values that they share. Raises Unmeasured, with the reason, if there is no pair, and NoRuns
-    if one of the arms has no run at all.
+    holds the newest finished run of each arm and seed, and unfinished runs, which are only counted. Raises Unmeasured,
+    with the reason, if there is no pair, and NoRuns if one of the arms has no run at all.
     """
+    arms = ((contrast.treated, contrast.treated_settings), (contrast.control, contrast.control_settings))
     sides, lacking = list[dict[tuple[Arm, Arm], Side]](), dict[str, int]()
-    for name, settings in (
-        (contrast.treated, contrast.treated_settings), (contrast.control, contrast.control_settings),
-    ):  # fmt: skip
+    for name, settings in arms:
         wanted = {*settings.items(), *claim.file.conditions.items()}
         own = [run for run in started if wanted <= run.settings.items()]
-        by_split = dict[tuple[Arm, Arm], dict[str, list[Run]]]()
-        for run in (run for run in own if run.is_finished):
-            value = run.value(claim.spanned_key) if claim.spanned_key else ""
-            by_split.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
-        begun = Counter(_split_settings(claim, run) for run in own)
-        sides.append({
-            split: Side(options, sum(map(len, options.values())), begun[split]) for split, options in by_split.items()
-        })  # fmt: skip
-        if not by_split:
+        sides.append(_group_into_sides(claim, own))
+        if not sides[-1]:
             lacking[name] = len(own)
     if lacking:
         reason = "no finished run of " + " and of ".join(f"{name} ({count} started)" for name, count in lacking.items())
         raise Unmeasured(reason) if all(lacking.values()) else NoRuns(reason)
-    pairs, differences = list[Pair](), list[list[str]]()
-    for (context, _), treated in sides[0].items():
-        for (other_context, _), control in sides[1].items():
-            differences.append(sorted({key for key, _ in {*context} ^ {*other_context}}))
-            shared = treated.options.keys() & control.options.keys()
-            if context != other_context:
-                continue
-            if claim.mean_over and shared:
-                pairs.append(Pair(_limited(treated, shared), _limited(control, shared), context))
-            else:
-                pairs.append(Pair(treated, control, context))
+    treated_sides, control_sides = sides
+    pairs = []
+    for (context, _), treated in treated_sides.items():
+        for (other_context, _), control in control_sides.items():
+            if context == other_context:
+                pairs.append(Pair(*_with_shared_options(claim, treated, control), context))
     if not pairs:
-        nearest = min(differences, key=len)
         raise Unmeasured(
-            f"no two arms are equal but for what is compared: the nearest two differ in {', '.join(nearest)}"
+            "no two arms are equal but for what is compared: the nearest two differ in "
+            f"{', '.join(_fewest_differing_keys(treated_sides, control_sides))}"
         )
     return pairs
-
-
-def _limited(side: Side, values: Collection[str]) -> Side:
-    """Return a side with only these values of the spanned key."""
-    return replace(side, options={value: side.options[value] for value in side.options if value in values})
 
 
 def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
@@ -119,6 +100,40 @@ def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
         may_differ = any(key == name or key.startswith(f"{name}.") for name in claim.free)
         (free if may_differ else equal).append((key, value))
     return tuple(equal), tuple(free)
+
+
+def _group_into_sides(claim: Claim, started: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
+    """Group the runs of one arm of a contrast into sides, by their `_split_settings`; unfinished runs are counted."""
+    options: dict[tuple[Arm, Arm], dict[str, list[Run]]] = {}
+    for run in started:
+        if run.is_finished:
+            value = run.value(claim.spanned_key) if claim.spanned_key else ""
+            options.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
+    begun = Counter(_split_settings(claim, run) for run in started)
+    return {split: Side(own, sum(map(len, own.values())), begun[split]) for split, own in options.items()}
+
+
+def _with_shared_options(claim: Claim, treated: Side, control: Side) -> tuple[Side, Side]:
+    """Limit both sides to the values of `mean_over` that they share; return them unchanged without such a value."""
+    shared = treated.options.keys() & control.options.keys()
+    if not claim.mean_over or not shared:
+        return treated, control
+
+    def limited(side: Side) -> Side:
+        return replace(side, options={value: runs for value, runs in side.options.items() if value in shared})
+
+    return limited(treated), limited(control)
+
+
+def _fewest_differing_keys(
+    treated_sides: Collection[tuple[Arm, Arm]], control_sides: Collection[tuple[Arm, Arm]]
+) -> list[str]:  # fmt: skip
+    """Return, sorted, the keys in which the most similar two sides differ among the settings that must be equal."""
+    differences = []
+    for treated, _ in treated_sides:
+        for control, _ in control_sides:
+            differences.append(sorted({key for key, _ in {*treated} ^ {*control}}))
+    return min(differences, key=len)
 
 
 class Range(NamedTuple):
@@ -181,9 +196,8 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {claim.file.seeds} that are needed")
     if claim.best_of and min(len(treated_values), len(control_values)) < 2:
         raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")
-    treated, control = (
-        _measure_side(claim, claim.measure, side, pair.control.runs, seeds) for side in (pair.treated, pair.control)
-    )
+    treated = _measure_side(claim, claim.measure, pair.treated, pair.control.runs, seeds)
+    control = _measure_side(claim, claim.measure, pair.control, pair.control.runs, seeds)
     shared = sorted(set(treated.low.columns) & set(control.low.columns))
     if not shared or (len(shared) == 1 and treated.low.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
@@ -242,18 +256,21 @@ def _measure_side(
     options = [measure_option(measure, runs) for runs in side.options.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:
-        low, high = (sum(option[end][columns] for option in options) / len(options) for end in (0, 1))
-        return Range(low, high)
+        count = len(options)
+        return Range(
+            sum(option.low[columns] for option in options) / count,
+            sum(option.high[columns] for option in options) / count,
+        )
     chosen = dict.fromkeys(seeds, options[0])
     if len(options) > 1:
         sign, ranked = claim.direction or 1, [measure_option(claim.measure, runs) for runs in side.options.values()]
         better = [sign * option.low.mean(axis=1) for option in ranked]
         for seed in seeds:
             chosen[seed] = options[int(np.argmax([option.drop(seed).mean() for option in better]))]
-    low, high = (
-        pd.DataFrame({seed: option[end].loc[seed, columns] for seed, option in chosen.items()}).T for end in (0, 1)
+    return Range(
+        pd.DataFrame({seed: option.low.loc[seed, columns] for seed, option in chosen.items()}).T,
+        pd.DataFrame({seed: option.high.loc[seed, columns] for seed, option in chosen.items()}).T,
     )
-    return Range(low, high)
 
 
 def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
@@ -266,9 +283,8 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
         return ""
     measure, margin = claim.guardrail.measure, claim.guardrail.margin
     try:
-        treated, control = (
-            _measure_side(claim, measure, side, pair.control.runs, seeds).low for side in (pair.treated, pair.control)
-        )
+        treated = _measure_side(claim, measure, pair.treated, pair.control.runs, seeds).low
+        control = _measure_side(claim, measure, pair.control, pair.control.runs, seeds).low
     except Unmeasured:
         return OPEN
     difference = (treated - control).dropna(axis=1).to_numpy(float)

@@ -30,6 +30,7 @@ from qerl_lab.report import (
 )
 from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.comparison import Comparison
+from qerl_lab.report.speed_tables import Speed
 from qerl_lab.report.table import NONE
 from qerl_lab.report.verdicts import Row, Verdict, judge
 from qerl_lab.system.disk import replace_file
@@ -82,27 +83,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     files["verdicts.md"] = verdict_tables.markdown(same, rows, line).encode()
     if same.arms:
         files["arms.csv"] = comparison.by_arm(same, baseline).to_csv(index=False, float_format="%.6g").encode()
-    measured = [row for row in rows if row.numbers]
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {
-        "breakable": breakable, "base64": lambda data: base64.b64encode(data).decode(), "details": _list_details,
-        "name_of": verdict_tables.name_of, "terms": verdict_tables.describe_measure,
-    }  # fmt: skip
-    files["report.html"] = environment.from_string(TEMPLATE.read_text("utf-8")).render(
-        title=f"{folder.resolve().name}: a report of {len(same.runs) + len(same.damaged)} runs", command=line,
-        facts=_list_counts(same, Counter(row.verdict for row in measured)),
-        notes=[*_list_gaps(same), *comparison.notes(same)],
-        how_to_read_verdicts=f"{verdict_tables.HOW_TO_READ} {verdict_tables.HOW_TO_READ_SIZES}",
-        how_to_read=comparison.HOW_TO_READ,
-        families=verdict_tables.families(rows),
-        measured=[list(own) for _, own in groupby(measured, lambda row: row.claim.name)],
-        unmeasured=[row for row in rows if not row.numbers],
-        without_runs=verdict_tables.contrasts_without_runs(rows),
-        to_make=verdict_tables.missing_arms(rows), tables=tables(same, baseline), speed=speed,
-        of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
-        figures=drawn,
-        provenance=_list_provenance(same), arms_differ=comparison.tabulate_differing_settings(same, "arm"),
-    ).encode()  # fmt: skip
+    files["report.html"] = html(same, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, made)
     for old in {old for pattern in OPTIONAL for old in folder.glob(pattern)} - {folder / name for name in files}:
         old.unlink()
@@ -147,6 +128,37 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
         about, caption = "Initial entropy against gain, one point per run", f"One point per run. {gains[1]}"
         drawn["Diagnostics"].append(Drawn("entropy-and-gain", about, palette.png(gains[0]), caption))
     return {title: figures for title, figures in drawn.items() if figures}
+
+
+def html(
+    compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
+    line: str, title: str,
+) -> str:  # fmt: skip
+    """Render report.html, with the figures inside; `rows` are the verdicts.
+
+    `line` is the command that makes the page, `title` the name of the folder.
+    """
+    measured = [row for row in rows if row.numbers]
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {
+        "breakable": breakable, "base64": lambda png: base64.b64encode(png).decode(), "details": _list_details,
+        "name_of": verdict_tables.name_of, "terms": verdict_tables.describe_measure,
+    }  # fmt: skip
+    return environment.from_string(TEMPLATE.read_text("utf-8")).render(
+        title=f"{title}: a report of {len(compared.runs) + len(compared.damaged)} runs", command=line,
+        facts=_list_counts(compared, Counter(row.verdict for row in measured)),
+        notes=[*_list_gaps(compared), *comparison.notes(compared)],
+        how_to_read_verdicts=f"{verdict_tables.HOW_TO_READ} {verdict_tables.HOW_TO_READ_SIZES}",
+        how_to_read=comparison.HOW_TO_READ,
+        families=verdict_tables.families(rows),
+        measured=[list(own) for _, own in groupby(measured, lambda row: row.claim.name)],
+        unmeasured=[row for row in rows if not row.numbers],
+        without_runs=verdict_tables.contrasts_without_runs(rows),
+        to_make=verdict_tables.missing_arms(rows), tables=tables(compared, baseline), speed=speed,
+        of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
+        figures=drawn,
+        provenance=_list_provenance(compared), arms_differ=comparison.tabulate_differing_settings(compared, "arm"),
+    )  # fmt: skip
 
 
 def breakable(text: str) -> str:

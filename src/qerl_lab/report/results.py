@@ -112,10 +112,12 @@ def frames(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str,
     rows += [{"run": name, "experiment": None, "state": why} for name, why in damaged.items()]
     counted = [run for run in runs if run.name in arm_of]
     steps = [run.steps.reset_index().assign(run=run.name) for run in counted]
-    asked = [
-        pd.DataFrame({"run": run.name, "phase": phase, "id": values.index, "accuracy": values.to_numpy(float)})
-        for run in counted for phase, values in run.accuracy.items() if phase != "gain"
-    ]  # fmt: skip
+    asked = []
+    for run in counted:
+        for phase, values in run.accuracy.items():
+            if phase != "gain":
+                cells = {"run": run.name, "phase": phase, "id": values.index, "accuracy": values.to_numpy(float)}
+                asked.append(pd.DataFrame(cells))
     no_questions = pd.DataFrame(columns=["run", "phase", "id", "accuracy"])
     return {
         RUNS: pd.DataFrame(rows),

@@ -62,52 +62,7 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
             about = f"left out, no complete result of python -m qerl_lab.bench ({error!r})."
         notes.append(f"{format_path(file)}: {about}")
     rollouts, steps = ([rows for rows in ours if rows["benchmark"].iloc[0] == kind] for kind in ("rollout", "step"))
-
-    # at batch 1 the ranks must be equal too; at others our row, whatever its rank, is beside the paper's PRINTED_RANK
-    papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
-    place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)
-    papers = papers.assign(speed=papers["number"].map(format_number), place=place.where(papers["format"] == "nvfp4"))
-    rollout_table = _join_with_paper(
-        "Rollouts, as in the paper's Tables 5 to 9 and Figure 11",
-        f"Completion tokens per second with prefill: median of the repeats [least, most]. {ABOUT} Its completions "
-        "have at most 2,048 tokens. Tables 5 to 8 state no rank; Table 9 (batch 1) has the same numbers at rank "
-        "16. Where the paper lacks our rank, its number at its own rank is shown.",
-        (("model, batch, rank", "{model}, {batch}, {rank}"), ("arm", "{arm}"), ("tokens/s", "{speed}"),
-         *bench.OF_BASES, ("paper: tokens/s", "{paper_speed}"), ("paper: of BF16", "{paper_of_bf16:.2f}"),
-         ("paper: of QLoRA", "{paper_of_nf4:.2f}"), ("paper: where", "{paper_where}"), ("repeats", "{repeats}"),
-         ("lengths", "{lengths}"), *ORIGIN),
-        rollouts, papers, key=["model", "format", "batch", "printed_rank"], benchmarks="rollout",
-        setting="batch at rank",
-    )  # fmt: skip
-
-    papers = printed_steps()
-    papers["place"] = papers["batch"].astype(str).where(papers["format"] == "nvfp4")
-    step_table = _join_with_paper(
-        "Steps end to end, as in the paper's Tables 3 and 5 to 8",
-        "Medians of the steps after the first, with gradient checkpointing unless the arm says otherwise; "
-        f"baselines are TRL's. {ABOUT} Its batch is assumed to count completions. For 7B, Table 3 "
-        "contradicts Table 6.",
-        (("model, completions", "{model}, {batch}"), ("arm", "{arm}"), ("seconds", "{step_seconds:.2f}"),
-         ("tokens/s", "{speed}"), *bench.OF_BASES, ("paper: Table 3, of BF16", "{paper_table_3}"),
-         ("paper: Tables 5 to 8, checkpointing", "{paper_checkpointed}"), ("paper: without", "{paper_plain}"),
-         ("steps", "{steps}"), ("lengths", "{lengths}"), *ORIGIN),
-        steps, papers, key=["model", "format", "batch"], benchmarks="step", setting="completions",
-    )  # fmt: skip
-
-    papers = _paper_rows("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
-    papers = with_ratios(papers, "number", ["model"], {"bf16": papers["format"] == "bf16"})
-    papers["place"] = papers["format"].str.upper()
-    memory_table = _join_with_paper(
-        "Memory, as in the paper's Tables 3 and 5 to 8",
-        "GB are 1e9 bytes. Weights: vLLM's in rollouts, the trainer's base in steps, the frozen model in "
-        "train_step. Peak: torch's maximum; in rollouts it includes the key-value cache and, in the lab's arms, "
-        "the trainer's base. The paper prints model sizes, but no peak.",
-        (("model, format", "{model}, {format}"), ("arm", "{arm}"), ("benchmark", "{benchmark}"),
-         ("weights, GB", "{weights:.1f}"), ("of BF16", "{of_bf16:.2f}"), ("paper: GB", "{paper_number:.1f}"),
-         ("paper: of BF16", "{paper_of_bf16:.2f}"), ("peak, GB", "{peak:.1f}"), *ORIGIN),
-        sizes, papers, key=["model", "format"], benchmarks="rollout, step or train_step", setting="format",
-    )  # fmt: skip
-    return Speed([rollout_table, step_table, memory_table], notes)
+    return Speed([_rollout_table(rollouts), _step_table(steps), _memory_table(sizes)], notes)
 
 
 def _describe_result(result: Result, rows: pd.DataFrame) -> str:
@@ -201,6 +156,62 @@ def printed_steps() -> pd.DataFrame:
     rows["text"] = (rows["value"] + " " + rows["unit"]).str.strip().str.replace(" x", "x")
     wide = rows.pivot(index=["model", "batch", "format"], columns="metric", values="text")
     return wide.rename(columns=STEP_METRICS).reset_index()
+
+
+def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
+    """Build the table of rollouts: our tokens/s beside the paper's at the same model, format and batch.
+
+    At batch 1 the LoRA ranks must be equal too. At other batches our row, whatever its rank, stands beside the paper's
+    row at `PRINTED_RANK`. `ours` has a frame per result.
+    """
+    papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
+    place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)
+    papers = papers.assign(speed=papers["number"].map(format_number), place=place.where(papers["format"] == "nvfp4"))
+    return _join_with_paper(
+        "Rollouts, as in the paper's Tables 5 to 9 and Figure 11",
+        f"Completion tokens per second with prefill: median of the repeats [least, most]. {ABOUT} Its completions "
+        "have at most 2,048 tokens. Tables 5 to 8 state no rank; Table 9 (batch 1) has the same numbers at rank "
+        "16. Where the paper lacks our rank, its number at its own rank is shown.",
+        (("model, batch, rank", "{model}, {batch}, {rank}"), ("arm", "{arm}"), ("tokens/s", "{speed}"),
+         *bench.OF_BASES, ("paper: tokens/s", "{paper_speed}"), ("paper: of BF16", "{paper_of_bf16:.2f}"),
+         ("paper: of QLoRA", "{paper_of_nf4:.2f}"), ("paper: where", "{paper_where}"), ("repeats", "{repeats}"),
+         ("lengths", "{lengths}"), *ORIGIN),
+        ours, papers, key=["model", "format", "batch", "printed_rank"], benchmarks="rollout", setting="batch at rank",
+    )  # fmt: skip
+
+
+def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
+    """Build the table of whole steps: our speed beside the paper's speedups at the same model, format and batch."""
+    papers = printed_steps()
+    papers["place"] = papers["batch"].astype(str).where(papers["format"] == "nvfp4")
+    return _join_with_paper(
+        "Steps end to end, as in the paper's Tables 3 and 5 to 8",
+        "Medians of the steps after the first, with gradient checkpointing unless the arm says otherwise; "
+        f"baselines are TRL's. {ABOUT} Its batch is assumed to count completions. For 7B, Table 3 "
+        "contradicts Table 6.",
+        (("model, completions", "{model}, {batch}"), ("arm", "{arm}"), ("seconds", "{step_seconds:.2f}"),
+         ("tokens/s", "{speed}"), *bench.OF_BASES, ("paper: Table 3, of BF16", "{paper_table_3}"),
+         ("paper: Tables 5 to 8, checkpointing", "{paper_checkpointed}"), ("paper: without", "{paper_plain}"),
+         ("steps", "{steps}"), ("lengths", "{lengths}"), *ORIGIN),
+        ours, papers, key=["model", "format", "batch"], benchmarks="step", setting="completions",
+    )  # fmt: skip
+
+
+def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
+    """Build the table of memory: measured weights and peaks beside the paper's model sizes in GB."""
+    papers = _paper_rows("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
+    papers = with_ratios(papers, "number", ["model"], {"bf16": papers["format"] == "bf16"})
+    papers["place"] = papers["format"].str.upper()
+    return _join_with_paper(
+        "Memory, as in the paper's Tables 3 and 5 to 8",
+        "GB are 1e9 bytes. Weights: vLLM's in rollouts, the trainer's base in steps, the frozen model in "
+        "train_step. Peak: torch's maximum; in rollouts it includes the key-value cache and, in the lab's arms, "
+        "the trainer's base. The paper prints model sizes, but no peak.",
+        (("model, format", "{model}, {format}"), ("arm", "{arm}"), ("benchmark", "{benchmark}"),
+         ("weights, GB", "{weights:.1f}"), ("of BF16", "{of_bf16:.2f}"), ("paper: GB", "{paper_number:.1f}"),
+         ("paper: of BF16", "{paper_of_bf16:.2f}"), ("peak, GB", "{peak:.1f}"), *ORIGIN),
+        ours, papers, key=["model", "format"], benchmarks="rollout, step or train_step", setting="format",
+    )  # fmt: skip
 
 
 def _join_with_paper(
