@@ -101,7 +101,11 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     """
     typed = _typed_words(cfg.hydra.overrides.task)
     job = _checked_job(0, cfg, typed, loader)
-    if of_sweeps := [word for word in job.overrides if word.partition("=")[0] in OF_SWEEPS]:
+    of_sweeps = [word for word in job.overrides if word.partition("=")[0] in OF_SWEEPS]
+    of_sweeps += [
+        word for word in _typed_words(cfg.hydra.overrides.hydra) if word.lstrip("+").startswith("hydra.sweep.")
+    ]
+    if of_sweeps:
         raise ConfigError(f"{of_sweeps[0]} is for sweeps, and this command runs one job. Leave it out.")
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(typed))])
     usual = f"runs/{job.config.experiment}/seed{job.config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
@@ -144,7 +148,7 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
                 f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
                 "Leave out one of the two equal values."
             )
-    intent.refuse_shared_server([job.config for job in jobs])
+    intent.refuse_conflicting_jobs([job.config for job in jobs])
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])
     typed = intent.overrides_by_key(_typed_words(master.hydra.overrides.hydra))
     return Plan(jobs, directory, directory_given="hydra.sweep.dir" in typed, multirun=True)
@@ -209,6 +213,8 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
 
     Raises ConfigError if the sweep has no job, or sets Hydra's sweeper in a way that is not allowed.
     """
+    if (size := master.hydra.sweeper.get("max_batch_size")) is not None:
+        raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
     if (name := master.hydra.runtime.choices["hydra/sweeper"]) != "basic":
         raise ConfigError(
             f"hydra/sweeper={name} chooses jobs while it runs, so the lab cannot check them before the first starts; "
@@ -244,8 +250,11 @@ def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
     `typed` maps typed keys to their values; typed values win over implied ones (see `intent.with_implied_values`).
     Raises ConfigError if the configuration cannot run.
     """
-    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    values: Any = OmegaConf.to_container(own, resolve=True)
+    values: dict[str, Any] = {}
+    for key in cfg:  # not of a copy without hydra, because values may refer to it: ${hydra.runtime.cwd}
+        if key != "hydra":
+            node = cfg[key]
+            values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     config = intent.with_implied_values(build_config(values), typed)
     validate(config)
     return config

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import yaml
 
-from qerl_lab.config.arm import ENGINE_KEYS, values_of
+from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder
-from qerl_lab.config.keys import is_met, parse_condition, spell_value
+from qerl_lab.config.keys import SET_BY_LAB, is_met, parse_condition, spell_value
 from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
@@ -108,6 +108,9 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
 
     `typed` maps typed keys to their values.
     """
+    for key in SET_BY_LAB:
+        if key in typed:
+            raise ConfigError(f"{key} is set by the lab, not by the command. Leave {key} out.")
     for group, value in (("task", cfg.task.name), ("algorithm", cfg.algorithm.name)):
         if f"{group}.name" in typed:  # an option of these groups sets more than its name
             raise ConfigError(f"{group}.name={value} leaves out what belongs to it. Type {group}={value}.")
@@ -121,8 +124,11 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
         )
 
 
-def refuse_shared_server(configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError if jobs of a sweep would use one vLLM server at once."""
+def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
+    """Raise ConfigError if jobs of a sweep differ in a key of `OF_SWEEPS`, or would use one vLLM server at once."""
+    for key in OF_SWEEPS:
+        if len({getattr(cfg, key) for cfg in configs}) > 1:
+            raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
     first = configs[0]
     urls = [cfg.rollout.vllm_server.url for cfg in configs if cfg.rollout.engine == "vllm_server"]
     if len(set(urls)) < len(urls) and (first.jobs, first.launcher) != (1, "local"):

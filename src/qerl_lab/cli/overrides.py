@@ -150,7 +150,7 @@ def explain(error: Exception) -> str:
             )
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
-        case OverrideParseException() if (Path(__file__).parents[1] / error.override / "__main__.py").is_file():
+        case OverrideParseException() if _is_command(error.override):
             return f"{error.override} is a command of its own. Type python -m qerl_lab.{error.override}."
         case OverrideParseException():
             return str(unreadable_override_error(error.override, dict(types_by_key()) | dict.fromkeys(GROUPS)))
@@ -169,6 +169,12 @@ def explain(error: Exception) -> str:
             place = re.match(r"In '[^']+': ", str(error))
             return (place[0] if place else "") + _explain_key(cause, cause.full_key)
     return " ".join((str(error) or str(error.__cause__)).split())
+
+
+def _is_command(name: str) -> bool:
+    """Tell whether `python -m qerl_lab.NAME` is a command for users. `train` is not: python -m qerl_lab trains."""
+    is_there = (Path(__file__).parents[1] / name / "__main__.py").is_file()
+    return is_there and name.isidentifier() and name != "train"
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:

@@ -26,7 +26,7 @@ import qerl_lab
 from qerl_lab import preflight
 from qerl_lab.cli import cluster, compose, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, Plan, register_schema
-from qerl_lab.cli.grammar import unknown_flag_error
+from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag_error
 from qerl_lab.cli.intent import overrides_by_key
 from qerl_lab.cli.overrides import GROUPS, as_config_errors, parse_overrides, spell_for_hydra, without_hydra_overrides
 from qerl_lab.config.arm import OF_SWEEPS
@@ -149,6 +149,7 @@ def main(arguments: list[str]) -> int:
         return OK
     refuse_several_processes(os.environ)
     if "resume" in (given := overrides_by_key(overrides)):
+        refuse_repeated_keys((word.lstrip("+").partition("=")[0], word) for word in overrides)
         return _resume(flags, given)
     if {"--shell-completion", "-sc"} & set(flags):
         if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):

@@ -52,10 +52,11 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "epochs": "steps", "lr": "optim.learning_rate", "vllm": "rollout=vllm", "wandb": "tracking=wandb",
     "dataset": "task", "quantization": "format",
 }  # fmt: skip
+SET_BY_LAB = ("differs_in", "extended")  # the command refuses them
 # Keys that no error proposes: the lab sets them, or the option of a group sets them with others.
 NOT_PROPOSED = {
-    "differs_in", "extended", "preregistration_sha256", "model.hash", "lora.start_hash", "task.module_hash",
-    "task.name", "algorithm.name",
+    *SET_BY_LAB, "preregistration_sha256", "model.hash", "lora.start_hash", "task.module_hash", "task.name",
+    "algorithm.name",
 }  # fmt: skip
 TEXT = (str, str | None)
 NUMBERS = (int, float, int | None, float | None)

@@ -9,7 +9,7 @@ from qerl_lab.cli import launch, train
 from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.keys import NOT_PROPOSED, types_by_key, unknown_key_error
+from qerl_lab.config.keys import NOT_PROPOSED, SET_BY_LAB, types_by_key, unknown_key_error
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
 
@@ -59,6 +59,7 @@ def refused(line: str, capsys) -> str:
         ("task.path=DIR", ["task.path=DIR", "task.name=arithmetic", "type for example task=gsm8k"]),
         ("model.revision=main", ["model.revision=main", "model.path=pocket"]),
         ("aqn=linear aqn.stages=1", ["aqn.stages=1", "Type aqn.stages=2, or aqn.reading=equation."]),
+        ("differs_in=[seed]", ["Leave differs_in out"]),
         # an arm that is no longer itself
         ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "leave experiment=nvfp4_aqn out."]),
         ("+experiment=nvfp4_aqn_kl aqn.schedule=linear", ["_kl out and type aqn.schedule=linear aqn.unit=kl."]),
@@ -72,7 +73,9 @@ def refused(line: str, capsys) -> str:
         ("task.instruction=null", ["task.instruction=null", "Type for example task.instruction=NAME"]),
         ("word", ["word cannot be read", "KEY=VALUE"]),
         ("evaluate accuracy runs/x", ["Type python -m qerl_lab.evaluate."]),
+        ("train +experiment=nvfp4", ["train cannot be read", "leave train out"]),
         ("resume='a'", ["/a is no directory"]),
+        ("resume=a resume=b", ["resume is given 2 times"]),
         ("seed=1 -m lora.rank=3 resume=run", ["-m seed=1 lora.rank=3 cannot be typed with it"]),
         ("task.instruction=a=b", ["cannot be read", "quotes", "For one value type \"task.instruction='a=b'\"."]),
         ("seed=0,1", ["seed=0,1 is several values", "Type -m"]),
@@ -98,6 +101,9 @@ def refused(line: str, capsys) -> str:
         ("jobs=2", ["jobs=2 is for sweeps"]),
         ("-m seed=0,1 jobs_per_gpu=2", ["jobs_per_gpu=2 does nothing in a run with jobs=1"]),
         ("-m seed=0,1 jobs=2 hydra/launcher=basic", ["jobs=2 works with hydra/launcher=lab only"]),
+        ("-m seed=0,1 hydra.sweeper.max_batch_size=3", ["Type jobs=3"]),
+        ("-m jobs=1,2", ["jobs holds for the whole sweep"]),
+        ("hydra.sweep.dir=x", ["hydra.sweep.dir=x is for sweeps"]),
         ("-m seed=0,1 slurm=--partition=gpu", ["type for example launcher=slurm"]),
         ("-m seed=0,1 format=bf16 rollout=vllm_server cpu_threads=1 jobs=2", ["it has one run at a time. Type jobs=1"]),
     ],
@@ -231,7 +237,7 @@ def test_a_word_of_a_sweep_must_act_in_one_job_that_shares_it():
 
 def test_the_keys_that_an_error_lists_are_those_that_may_be_typed_the_nearest_first():
     set_by_lab = {leaf.name for leaf in leaves(RunConfig()) if "set by the command" in leaf.field.metadata["help"]}
-    assert set_by_lab <= NOT_PROPOSED
+    assert set_by_lab | {*SET_BY_LAB} <= NOT_PROPOSED
     listed = str(unknown_key_error("step")).partition("Allowed: ")[2].rstrip(".").split(", ")
     assert listed[0] == "steps"
     assert {*listed} == {key.partition(".")[0] for key in types_by_key()} - NOT_PROPOSED | {"sweeps"}
