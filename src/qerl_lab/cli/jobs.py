@@ -58,19 +58,18 @@ def _has_same_run(job: Job) -> bool:
     """Tell whether the job's directory holds a run of the same arm, seed, gpus and questions.
 
     Questions count as the same if their files are gone, because the run reports that when it resumes, or if the record
-    has no hashes of them. A run with a damaged record is no such run, because it could not be resumed.
+    has no hashes of them. False for a run with a damaged record, which could not be resumed.
     """
     run, own = RunDirectory(job.run_dir), as_recorded(job.config)
     if not run.is_claimed:
         return False
     try:
-        theirs = run.settings()
+        theirs, then = run.settings(), run.environment().get("data") or {}
     except (ConfigError, OSError, UnicodeDecodeError):
         return False
     if settings_of_arm(theirs) != settings_of_arm(own) or any(theirs.get(key) != own[key] for key in ("seed", "gpus")):
         return False
     try:
-        then = run.environment().get("data") or {}
         now = question_counts.recorded_questions(job.config) if then else {}
     except ConfigError:
         return True
