@@ -132,7 +132,7 @@ def submit_to_slurm(sweep_jobs: Sequence[SweepJob], folder: Path) -> "Iterator[l
             submitted = [executor.submit(sweep_job) for sweep_job in sweep_jobs]
     except FailedJobError as error:  # the error of sbatch
         raise ConfigError(
-            f"Slurm refused the jobs with slurm={configs[0].slurm}: {in_one_line(error)}. {GOES_ON}"
+            f"Slurm refused the jobs with slurm={configs[0].slurm}: {in_one_line(error).rstrip('.')}. {GOES_ON}"
         ) from None
     yield submitted
 
@@ -151,7 +151,9 @@ def submit_to_ray(sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]
     try:
         library.init(log_to_driver=False, include_dashboard=False)
     except ConnectionError as error:
-        raise ConfigError(f"Ray cannot be reached: {in_one_line(error.__cause__ or error)}. {GOES_ON}") from None
+        raise ConfigError(
+            f"Ray cannot be reached: {in_one_line(error.__cause__ or error).rstrip('.')}. {GOES_ON}"
+        ) from None
     for number, handler in before.items():  # Ray's own handlers would end the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
