@@ -154,27 +154,18 @@ def _run_processes(
     """Run one process per environment, in order of rank. Return exit status and rank of the first process that failed.
 
     If none failed, the rank is 0. A negative status is a signal number. Each process inherits `lock`, the lock of the
-    run's directory. The others are killed GRACE_SECONDS after a failure.
+    run's directory.
 
     Signals to this process are forwarded as SIGTERM, so that the processes finish their step and save. A second SIGINT
     kills them. A terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there, because only this
-    process counts signals. The stop file of a sweep acts like the signals: see `SweepJob`.
+    process counts signals.
     """
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
     stop_file = sweep_job.stop_file if sweep_job else None
 
-    def is_stopped() -> bool:
-        return stop_file is not None and stop_file.exists()
-
     def is_aborted() -> bool:
-        by_file = stop_file is not None and is_stopped() and stop_file.read_text(encoding="utf-8") == ABORT
-        return by_file or received.count(signal.SIGINT) > 1
-
-    def first_failed() -> int | None:
-        # A process that was killed by a signal probably failed before a process that exited with an error.
-        codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
-        return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
+        return received.count(signal.SIGINT) > 1 or _abort_requested(stop_file)
 
     def forward_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -198,19 +189,43 @@ def _run_processes(
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for child in children if received else ():  # a signal may have come before the first child
             child.terminate()
-        failed, deadline = None, math.inf
-        while running := [child for child in children if child.poll() is None]:
-            if failed is None and (failed := first_failed()) is not None:
-                deadline = time.monotonic() + GRACE_SECONDS
-            for child in running:
-                if time.monotonic() > deadline or is_aborted():
-                    child.kill()
-                elif is_stopped():
-                    child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                running[0].wait(None if len(children) == 1 and stop_file is None else LOOK_SECONDS)
-        rank = (first_failed() if failed is None else failed) or 0
+        rank = _wait_for_children(children, stop_file)
     return -signal.SIGINT if is_aborted() else children[rank].returncode, rank
+
+
+def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
+    """Wait for every process, in order of rank; return the rank of the first that failed, or 0.
+
+    Kills the others GRACE_SECONDS after a failure. Once `stop_file` exists, terminates all, so that they save; kills
+    all if the file contains ABORT.
+    """
+    first, deadline = None, math.inf
+    while running := [child for child in children if child.poll() is None]:
+        if first is None and (first := _first_failed(children)) is not None:
+            deadline = time.monotonic() + GRACE_SECONDS
+        for child in running:
+            if time.monotonic() > deadline or _abort_requested(stop_file):
+                child.kill()
+            elif stop_file is not None and stop_file.exists():
+                child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            running[0].wait(None if len(children) == 1 and stop_file is None else LOOK_SECONDS)
+    first = _first_failed(children) if first is None else first
+    return first or 0
+
+
+def _abort_requested(stop_file: Path | None) -> bool:
+    """Tell whether the stop file exists and asks to kill running jobs."""
+    return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
+
+
+def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
+    """Return the rank of the ended process that probably failed first; None if none failed.
+
+    A process that was killed by a signal comes before a process that exited with an error.
+    """
+    codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
+    return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
 
 
 @contextmanager

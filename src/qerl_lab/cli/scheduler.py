@@ -59,23 +59,31 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
                 submitted = cluster.submit_to_ray(sweep_jobs)
             case _:
                 submitted = run_locally(sweep_jobs)
-        progress = SweepProgress(plan.jobs, left, stop_file)
-        with _stop_at_signals(stop_file), submitted as outcomes:
-            waiting: dict[Any, Job] = dict(zip(outcomes, left, strict=True))
-            while waiting:
-                progress.update()
-                for outcome, job in list(waiting.items()):
-                    if outcome.done():
-                        error, message = outcome.exception(), ""
-                        if error:  # of the lab or the cluster; a failed job returns a message
-                            message = redact("".join(traceback.format_exception(error)).rstrip())
-                        progress.end_job(job, message or outcome.result())
-                        del waiting[outcome]
-                    elif stop_file.exists() and not progress.is_running(job):
-                        outcome.cancel()
-                        del waiting[outcome]
-                time.sleep(LOOK_SECONDS[sweep_jobs[0].config.launcher] if waiting else 0)
-            progress.close()
+        with _stop_at_signals(stop_file):
+            progress = SweepProgress(plan.jobs, left, stop_file)
+            with submitted as outcomes:
+                _show_until_done(dict(zip(outcomes, left, strict=True)), progress, stop_file)
+
+
+def _show_until_done(waiting: dict[Any, Job], progress: SweepProgress, stop_file: Path) -> None:
+    """Show the progress of jobs until all have ended. Once `stop_file` exists, cancel the jobs that have not begun.
+
+    `waiting` maps the future of each job to the job; ended jobs are removed from it.
+    """
+    while waiting:
+        progress.update()
+        for outcome, job in list(waiting.items()):
+            if outcome.done():
+                error, message = outcome.exception(), ""
+                if error:  # of the lab or the cluster; a failed job returns a message
+                    message = redact("".join(traceback.format_exception(error)).rstrip())
+                progress.end_job(job, message or outcome.result())
+                del waiting[outcome]
+            elif stop_file.exists() and not progress.is_running(job):
+                outcome.cancel()
+                del waiting[outcome]
+        time.sleep(LOOK_SECONDS[next(iter(waiting.values())).config.launcher] if waiting else 0)
+    progress.close()
 
 
 @contextmanager
