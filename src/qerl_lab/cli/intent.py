@@ -195,8 +195,9 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Coll
             f"optim.learning_rate={cfg.optim.learning_rate:g} is made for adapters; for all weights 1e-6 is usual"
         )
     if cfg.aqn.schedule not in ("off", "adaptive") and cfg.steps < cfg.aqn.stages:  # adaptive noise has no stages
+        is_clean = cfg.steps == 1 and cfg.aqn.reading != "equation"  # the other readings keep the first stage clean
         said.append(
             f"aqn.stages={cfg.aqn.stages} in {with_noun(cfg.steps, 'step')}: some stages are skipped, the last among "
-            f"them. Type for example aqn.stages={cfg.steps}"
+            f"them. Type for example aqn.stages={cfg.steps}{' aqn.reading=equation' if is_clean else ''}"
         )
     return said

@@ -274,9 +274,10 @@ def _check_aqn(cfg: RunConfig) -> Iterator[str]:
             f"allowed: above 0. Type for example aqn.{end}={'1e-4' if unit == 'kl' else '5e-4'} or aqn=linear."
         )
     if aqn.stages == 1 and aqn.reading != "equation" and aqn.schedule != "adaptive":
+        more = "aqn.stages=2, or " if cfg.steps > 1 else ""  # one step is in stage 1, however many stages there are
         yield (
             f"aqn.stages=1 with aqn.reading={aqn.reading} never adds noise, because that reading keeps stage 1 clean. "
-            "Type aqn.stages=2, or aqn.reading=equation."
+            f"Type {more}aqn.reading=equation."
         )
 
 

@@ -58,6 +58,7 @@ def refused(line: str, capsys) -> str:
         ("+experiment=nf4 format.scale_rule=max", ["format.scale_rule=max", "format.name=nf4", "+experiment=nvfp4"]),
         ("task.path=DIR", ["task.path=DIR", "task.name=arithmetic", "type for example task=gsm8k"]),
         ("model.revision=main", ["model.revision=main", "model.path=pocket"]),
+        ("aqn=linear steps=1 aqn.stages=1", ["keeps stage 1 clean. Type aqn.reading=equation."]),
         ("aqn=linear aqn.stages=1", ["aqn.stages=1", "Type aqn.stages=2, or aqn.reading=equation."]),
         ("differs_in=[seed]", ["Leave differs_in out"]),
         # an arm that is no longer itself
@@ -247,9 +248,13 @@ def test_the_keys_that_an_error_lists_are_those_that_may_be_typed_the_nearest_fi
 
 
 def test_words_that_do_little_are_said():
-    skipped = "aqn.stages=10 in 5 steps: some stages are skipped, the last among them. Type for example aqn.stages=5"
-    assert only_job("aqn=linear", "steps=5").notes == [skipped]
-    assert only_job("aqn=linear", "steps=5", "aqn.stages=5").notes == []
+    for words, given, proposed in (
+        (["aqn=linear", "steps=5"], "5 steps", "aqn.stages=5"),
+        (["aqn=linear", "steps=1"], "1 step", "aqn.stages=1 aqn.reading=equation"),
+    ):
+        skipped = f"aqn.stages=10 in {given}: some stages are skipped, the last among them. Type for example {proposed}"
+        assert only_job(*words).notes == [skipped]
+        assert only_job(*words, *proposed.split()).notes == []
     assert only_job("aqn=adaptive", "steps=1").notes == []
     (note,) = only_job("algorithm.epsilon_high=0.4").notes
     assert note.startswith("algorithm.epsilon_high: with one update per rollout every probability ratio is 1")
