@@ -54,11 +54,7 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
 
     `first` and `last` are the metrics of the run's first and last `WINDOW` steps.
     """
-    began, now = (
-        {name: fmean(step[name] for step in steps) for name in steps[0] if all(name in step for step in steps)}
-        for steps in (first, last)
-    )
-    completions = WINDOW * cfg.rollout.prompts_per_step  # independent ones: those of one question are correlated
+    began, now = _mean_metrics(first), _mean_metrics(last)
     is_flat, is_truncated = now["reward/zero_variance_groups"] == 1, now["rollout/truncated_fraction"] == 1
     look = f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}."
     longer = f"Type a higher rollout.max_completion_tokens (it is {cfg.rollout.max_completion_tokens})."
@@ -67,11 +63,9 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
     found: dict[str, str] = {}
     if is_truncated:
         found["every completion was cut at the token limit"] = longer
-
-    before, after = began["reward/mean"], now["reward/mean"]
-    error = math.sqrt((began["reward/std"] ** 2 + now["reward/std"] ** 2) / completions)
-    if after < REWARD_LEFT * before and before - after > SIGMAS * error:
-        found["the policy has collapsed"] = f"The reward was {before:.2f} as the run began and is {after:.2f}. {slower}"
+    if _has_collapsed(began, now, cfg):
+        was, earns = began["reward/mean"], now["reward/mean"]
+        found["the policy has collapsed"] = f"The reward was {was:.2f} as the run began and is {earns:.2f}. {slower}"
     elif all(metrics["reward/mean"] == 0 for metrics in last):
         easier = longer if is_truncated else "Type an easier task, or a model that solves some of it."
         found["no completion has earned anything"] = f"{look} {easier}"
@@ -85,27 +79,60 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
             "In each of the last steps it reached its cap, and questions that say nothing filled the batch. Type a "
             f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or {varied}"
         )
-
-    tokens, tokens_left, task = began["rollout/completion_tokens"], now["rollout/completion_tokens"], cfg.task
-    if task.answer_reward > 0 and tokens_left < LENGTH_LEFT * tokens:
-        right, right_now = (means["reward/answer"] / task.answer_reward for means in (began, now))
-        variance = sum(max(0.0, share * (1 - share)) for share in (right, right_now))  # a rounded share may be above 1
-        if right_now - right <= math.sqrt(variance / completions):
-            advice = (
-                f"A completion had {tokens:.0f} tokens as the run began and has {tokens_left:.0f}; the answers earned "
-                f"{began['reward/answer']:.2f} and earn {now['reward/answer']:.2f}. "
-            )
-            if task.format_reward > 0 and task.format_reward_for != "right":
-                advice += (
-                    "If they keep the format and do not think, the format reward alone is winning: type "
-                    f"task.format_reward_for=right, or a lower task.format_reward (it is {task.format_reward:g}). "
-                )
-            found["completions shrink and right answers do not rise"] = advice + look
+    if advice := _advice_if_shrunk(began, now, cfg):
+        found["completions shrink and right answers do not rise"] = f"{advice} {look}"
     if now["policy/entropy_nats"] < ENTROPY_LEFT * began["policy/entropy_nats"]:
         found["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}"
         )
+    return found | _engine_signs(last, cfg)
 
+
+def _mean_metrics(steps: Sequence[Metrics]) -> Metrics:
+    """Return the mean over `steps` of each metric that all of them have."""
+    return {name: fmean(step[name] for step in steps) for name in steps[0] if all(name in step for step in steps)}
+
+
+def _has_collapsed(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
+    """Return whether the mean reward fell below half of its initial value, by more than `SIGMAS` standard errors.
+
+    `began` and `now` are mean metrics of the first and the last steps.
+    """
+    before, after = began["reward/mean"], now["reward/mean"]
+    variance = began["reward/std"] ** 2 + now["reward/std"] ** 2
+    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))  # completions of a question are correlated
+    return after < REWARD_LEFT * before and before - after > SIGMAS * error
+
+
+def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
+    """Return advice if completions shrank below a third of their initial length while answers did not improve, else "".
+
+    Answers improve if the share of right ones rises by more than a standard error. `began` and `now` are mean metrics
+    of the first and the last steps.
+    """
+    is_short = now["rollout/completion_tokens"] < LENGTH_LEFT * began["rollout/completion_tokens"]
+    if cfg.task.answer_reward == 0 or not is_short:
+        return ""
+    right = [means["reward/answer"] / cfg.task.answer_reward for means in (began, now)]
+    variance = sum(max(0.0, share * (1 - share)) for share in right)  # a rounded share may be above 1
+    if right[1] - right[0] > math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step)):
+        return ""
+    said = (
+        f"A completion had {began['rollout/completion_tokens']:.0f} tokens as the run began and has "
+        f"{now['rollout/completion_tokens']:.0f}; the answers earned {began['reward/answer']:.2f} and earn "
+        f"{now['reward/answer']:.2f}."
+    )
+    if cfg.task.format_reward == 0 or cfg.task.format_reward_for == "right":
+        return said
+    return (
+        f"{said} If they keep the format and do not think, the format reward alone is winning: type "
+        f"task.format_reward_for=right, or a lower task.format_reward (it is {cfg.task.format_reward:g})."
+    )
+
+
+def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
+    """Return a dict from each sign of trouble in the sampler, if it holds in all of the `last` steps, to advice."""
+    found: dict[str, str] = {}
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     gap = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)
     if not any(sigmas) and gap > LARGEST_GAP:  # noise causes a gap by design

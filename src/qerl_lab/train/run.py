@@ -98,16 +98,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
                 print(opening_lines(session), flush=True)
                 tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)
                 session.tracker = closing.enter_context(tracker)
-            session.check()
-            # the quantized model: no trained adapter, no noise
-            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
-            if not saved:
-                evaluate_subset(session, 0)
-            session.check()
-            train(session)
-            session.check()
-            # with the adapter, no noise
-            evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
+            evaluate_and_train(session)
         except (Interrupted, EngineFailed) as error:
             if isinstance(error, Interrupted) or stop.requested:  # a signal may have killed the engine first
                 ranks.leave()
@@ -126,6 +117,21 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
         if session.tracker:
             conclude(session, session.tracker)
         return OK
+
+
+def evaluate_and_train(session: Session) -> None:
+    """Evaluate, train the remaining steps, evaluate again. Raises Interrupted if the run was asked to stop."""
+    cfg = session.cfg
+    session.check()
+    # the quantized model: no trained adapter, no noise
+    evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
+    if not session.saved:
+        evaluate_subset(session, 0)
+    session.check()
+    train(session)
+    session.check()
+    # with the adapter, no noise
+    evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
 
 
 def close_engine(engine: Engine) -> None:
@@ -243,13 +249,14 @@ def train(session: Session) -> None:
     On a signal it saves a checkpoint after the current step and returns.
     """
     cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
-    directory = session.directory
     if saved and saved.step == cfg.steps:  # killed after the last step: only evaluation is missing
         policy.load_trained(saved.path)
         evaluate_subset(session, saved.step)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
-    trainer = LabTrainer(session.sized, policy, session.engine, cursor, directory.path, session.stop, session.ranks)
+    trainer = LabTrainer(
+        session.sized, policy, session.engine, cursor, session.directory.path, session.stop, session.ranks
+    )
     if saved:
         trainer.level.state = dict(saved.noise)
 
@@ -263,31 +270,36 @@ def train(session: Session) -> None:
     with ExitStack() as shown:
         if tracker:
             bar = shown.enter_context(terminal.Progress(cfg.steps, session.resumed_from))
-            watch = health.Watch(cfg, [line["metrics"] for line in directory.metrics()])
-
-            def record_step(step: int, metrics: dict[str, float]) -> None:
-                tracker.log(step, metrics)
-                directory.append_samples([
-                    Sample(
-                        step=step, question_id=group.question.id, question=group.question.prompt,
-                        completion=group.texts_G[0], finished=group.finished_G[0],
-                        rewards={name: float(part[0]) for name, part in group.parts.items()},
-                    )
-                    for group in trainer.batch.groups[:PER_STEP]
-                ])  # fmt: skip
-                bar.show(step, metrics)
-                for sign, advice in watch.add_step(metrics).items():
-                    terminal.say(f"warning, step {step}: {sign}. {advice}")
-
-            def flush_and_describe_config() -> dict[str, object]:
-                directory.flush_metrics()
-                return {"config": settings_of_run(cfg)}
-
-            trainer.on_step, trainer.before_save = record_step, flush_and_describe_config
+            record_steps(session, tracker, trainer, bar)
         if saved:
             policy.load_trained(saved.path)  # only now: the trainer may copy the initial adapter as KL reference
             evaluate_subset(session, saved.step)
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
+
+
+def record_steps(session: Session, tracker: Tracker, trainer: LabTrainer, bar: terminal.Progress) -> None:
+    """Let `trainer` record every step, show it on `bar` and warn of trouble, and store the settings in checkpoints."""
+    directory = session.directory
+    watch = health.Watch(session.cfg, [line["metrics"] for line in directory.metrics()])
+
+    def record_step(step: int, metrics: dict[str, float]) -> None:
+        tracker.log(step, metrics)
+        directory.append_samples([
+            Sample(
+                step=step, question_id=group.question.id, question=group.question.prompt, completion=group.texts_G[0],
+                rewards={name: float(part[0]) for name, part in group.parts.items()}, finished=group.finished_G[0],
+            )
+            for group in trainer.batch.groups[:PER_STEP]
+        ])  # fmt: skip
+        bar.show(step, metrics)
+        for sign, advice in watch.add_step(metrics).items():
+            terminal.say(f"warning, step {step}: {sign}. {advice}")
+
+    def flush_and_describe_config() -> dict[str, object]:
+        directory.flush_metrics()
+        return {"config": settings_of_run(session.cfg)}
+
+    trainer.on_step, trainer.before_save = record_step, flush_and_describe_config
 
 
 def conclude(session: Session, tracker: Tracker) -> None:

@@ -214,7 +214,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
 def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
     """Return the metrics of a step's completions and rewards, over all groups drawn on all ranks, on every rank.
 
-    The metrics of dynamic sampling are sums over ranks, but rollouts and seconds are those of the slowest rank.
+    With dynamic sampling they include `resampling_metrics`.
     """
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
@@ -239,20 +239,26 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
     if entropies := [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]:
         found["sampler/entropy_nats"] = sum(entropies)
     if cfg.algorithm.dynamic_sampling:
-        further, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
-        dropped = [group for group in batch.drawn if id(group) not in trained]
-        counts = {
-            "rollout/prompts_drawn": len(batch.drawn),
-            "rollout/resampled_tokens": sum(rollout.tokens for rollout in further),
-            "rollout/groups_dropped": len(dropped),
-            "rollout/groups_dropped_unsolved": sum(not group.parts["answer"].any() for group in dropped),
-            "rollout/groups_flat": int(groups.is_flat(np.array([group.task_reward_G for group in batch.groups])).sum()),
-        }
-        cost = {
-            "rollout/resamples": len(further),
-            "seconds/resample": sum(rollout.seconds for rollout in further),
-        }
-        of_ranks = ranks.gather((counts, cost))
-        found |= {name: sum(counts[name] for counts, _ in of_ranks) for name in counts}
-        found |= {name: max(cost[name] for _, cost in of_ranks) for name in cost}
+        found |= resampling_metrics(batch, ranks)
     return found
+
+
+def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """Return the metrics of dynamic sampling: sums over ranks, but rollouts and seconds of the slowest rank."""
+    further, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
+    dropped = [group for group in batch.drawn if id(group) not in trained]
+    of_slowest_rank: dict[str, float] = {
+        "rollout/resamples": len(further),
+        "seconds/resample": sum(rollout.seconds for rollout in further),
+    }
+    counts = {
+        "rollout/prompts_drawn": len(batch.drawn),
+        "rollout/resampled_tokens": sum(rollout.tokens for rollout in further),
+        "rollout/groups_dropped": len(dropped),
+        "rollout/groups_dropped_unsolved": sum(not group.parts["answer"].any() for group in dropped),
+        "rollout/groups_flat": int(groups.is_flat(np.array([group.task_reward_G for group in batch.groups])).sum()),
+    }
+    of_ranks = ranks.gather(counts | of_slowest_rank)
+    return {name: sum(rank[name] for rank in of_ranks) for name in counts} | {
+        name: max(rank[name] for rank in of_ranks) for name in of_slowest_rank
+    }

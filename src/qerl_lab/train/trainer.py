@@ -161,7 +161,6 @@ class LabTrainer(GRPOTrainer):
         If the engine fails, this method moves the cursor back to the start of the step, saves a checkpoint of the
         finished steps if there is none yet, and raises EngineFailed.
         """
-        step, engine, level = self.step, self.engine, self.level
         ahead, began_at = self.ahead, self.cursor.position
         self.ahead = None
         try:
@@ -170,26 +169,12 @@ class LabTrainer(GRPOTrainer):
                     batch = ahead.batch.result()
                 self.cursor = ahead.cursor
             else:
-                if level.needs_solving(step):
-                    with self.clock.phase("probe"):
-                        measure = build_kl_measure(self.cfg, step, self.cursor, self.policy, engine, self.ranks)
-                        level.solve(step, measure)
-                    if self.ranks.is_first and (said := level.warning_if_missed(step)):
-                        terminal.say(f"warning, step {step}: {said}")
-                with self.clock.phase("sync"):
-                    self.ranks.run_on_all(lambda: engine.sync(level.noise(step)), EngineFailed)
-                batch = collect(self.cfg, step, self.cursor, self.policy, engine, self.clock, self.ranks)
-                with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
-                    self.ranks.run_on_all(engine.sleep, EngineFailed)
+                batch = self._sample_batch()
             if self.cfg.overlaps:
                 self.measured["rollout/staleness"] = float(ahead is not None)
             with self.clock.phase("probe"):
                 self._measure_noise(batch.rollouts[0])  # every rank has one
-            after = step + 1
-            if is_sampled_ahead(self.cfg, after) and not level.needs_solving(after) and not self.stop.requested:
-                with self.clock.phase("sync"):
-                    engine.sync(level.noise(after))
-                self.ahead = sample_ahead(self.cfg, after, self.cursor, self.policy, engine)
+            self._begin_next_batch()
             return batch
         except EngineFailed:
             self.cursor.go_to(began_at)
@@ -197,6 +182,31 @@ class LabTrainer(GRPOTrainer):
                 self._save_checkpoint(self.model, None)
                 self.ranks.wait()  # for rank 0, which completes the checkpoint
             raise
+
+    def _sample_batch(self) -> Batch:
+        """Solve for sigma if the step needs it, sync the engine, sample a batch, and let the engine sleep."""
+        step, engine = self.step, self.engine
+        if self.level.needs_solving(step):
+            with self.clock.phase("probe"):
+                measure = build_kl_measure(self.cfg, step, self.cursor, self.policy, engine, self.ranks)
+                self.level.solve(step, measure)
+            if self.ranks.is_first and (said := self.level.warning_if_missed(step)):
+                terminal.say(f"warning, step {step}: {said}")
+        with self.clock.phase("sync"):
+            self.ranks.run_on_all(lambda: engine.sync(self.level.noise(step)), EngineFailed)
+        batch = collect(self.cfg, step, self.cursor, self.policy, engine, self.clock, self.ranks)
+        with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
+            self.ranks.run_on_all(engine.sleep, EngineFailed)
+        return batch
+
+    def _begin_next_batch(self) -> None:
+        """With overlap, let a thread sample the next step from now on, unless that step must be sampled on-policy."""
+        step = self.step + 1
+        if not is_sampled_ahead(self.cfg, step) or self.level.needs_solving(step) or self.stop.requested:
+            return
+        with self.clock.phase("sync"):
+            self.engine.sync(self.level.noise(step))
+        self.ahead = sample_ahead(self.cfg, step, self.cursor, self.policy, self.engine)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
@@ -361,7 +371,10 @@ class LabTrainer(GRPOTrainer):
         self.after_step(self.steps_done)
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return all metrics of a step, pooled over ranks; of memory the rank that used most. `logs` are TRL's."""
+        """Return all metrics of a step, pooled over ranks. `logs` are TRL's metrics.
+
+        Peak memory in GiB, on the host and on the GPU, is the largest of any rank.
+        """
         means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}
         metrics = {name: math.nan if mean is None else mean for name, mean in means.items()}  # TRL's NaN is None
         entropies_T = torch.tensor(self.ranks.pool(torch.cat(self.entropies).tolist()), dtype=torch.float64)
