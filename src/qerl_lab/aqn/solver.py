@@ -53,18 +53,19 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
 
     Args:
         measure: returns the KL in nats per token of a sigma; must not fall as sigma grows.
-        target: KL in nats per token, above 0.
+        target: KL in nats per token, above 0, else raises ValueError.
         guess: first sigma to try, clamped to sigma_min..sigma_max.
     """
+    if target <= 0:
+        raise ValueError(f"a KL of {target} is not solved for; allowed: above 0")
     low, high = math.log(cfg.sigma_min), math.log(cfg.sigma_max)
-    bounds = {low: cfg.sigma_min, high: cfg.sigma_max}  # exp(log(bound)) may be another number
     near, tried = math.log1p(cfg.solver.tolerance), list[Attempt]()
     log_sigma: float | None = math.log(guess)
     while log_sigma is not None and len(tried) < cfg.solver.probes:
         log_sigma = min(max(log_sigma, low), high)
-        sigma = bounds.get(log_sigma, math.exp(log_sigma))
+        sigma = _exp_within_bounds(cfg, log_sigma)
         kl = measure(sigma)
-        gap = math.inf if math.isnan(kl) else math.log(kl / target) if kl > 0 else -math.inf
+        gap = _log_ratio(kl, target)
         tried.append(Attempt(log_sigma, sigma, kl, gap))
         if abs(gap) <= near:
             break
@@ -74,6 +75,19 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
         log_sigma = _next_log_sigma(tried, near)
     best = min(reversed(tried), key=lambda attempt: abs(attempt.gap))  # the last of equals
     return Solution(best.sigma, best.kl, len(tried))
+
+
+def _exp_within_bounds(cfg: AqnConfig, log_sigma: float) -> float:
+    """Convert a log sigma to sigma. The log of sigma_min or sigma_max gives that bound exactly."""
+    bounds = {math.log(bound): bound for bound in (cfg.sigma_min, cfg.sigma_max)}
+    return bounds.get(log_sigma, math.exp(log_sigma))
+
+
+def _log_ratio(kl: float, target: float) -> float:
+    """Return log(kl / target). A NaN KL counts as infinite, a KL of 0 or less as 0."""
+    if math.isnan(kl):
+        return math.inf
+    return math.log(kl / target) if kl > 0 else -math.inf
 
 
 def _next_log_sigma(tried: list[Attempt], near: float) -> float | None:
