@@ -77,7 +77,7 @@ def _spread_samples(start: int, end: int, count: int) -> list[tuple[int, int]]:
 def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
     """Read the JSON header of a safetensors file. Return the header and the byte offset where it ends.
 
-    Raises ConfigError for another file, such as a pointer of Git LFS, or one that was not downloaded whole.
+    Raises ConfigError if the header is cut off or no JSON, as in a pointer of Git LFS. Tensors are not checked.
     """
     try:
         with file.open("rb") as opened:
