@@ -44,9 +44,9 @@ from qerl_lab.train.training_data import Cursor, TrainingData, select
 class Session:
     """All parts of a run in one process.
 
-    `cfg` is as recorded, where optim.micro_batch_size may be null; `sized` has the number that this run takes instead.
-    `saved` is the checkpoint to resume from, None for a new run. `notes` are lines for the user. Only rank 0 has a
-    `tracker`.
+    `cfg` is as recorded, where optim.micro_batch_size may be null. `sized` has the number that this run takes instead,
+    and 1 before `run` has chosen that number. `saved` is the checkpoint to resume from, None for a new run. `notes` are
+    lines for the user. Only rank 0 has a `tracker`.
     """
 
     cfg: RunConfig
@@ -183,7 +183,8 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
             limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
             notes.append(f"{count:,} {what} are longer than {limit}, and left out")
     notes += policy.chat.notes
-    return Session(cfg, cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
+    sized = cfg.with_micro_batch(cfg.optim.micro_batch_size or 1)
+    return Session(cfg, sized, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
 
 
 def evaluate_subset(session: Session, step: int) -> None:

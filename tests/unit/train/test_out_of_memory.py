@@ -85,13 +85,14 @@ def test_the_message_names_shares_and_keys(
     assert absent not in said
 
 
-def test_a_run_out_of_memory_ends_with_the_message(tiny, tmp_path: Path, monkeypatch) -> None:
-    def train(*_: object) -> None:
+@pytest.mark.parametrize("function", ["train", "micro_batch.choose"])
+def test_a_run_out_of_memory_ends_with_the_message(tiny, tmp_path: Path, monkeypatch, function: str) -> None:
+    def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(run, "train", train)
+    monkeypatch.setattr(f"{run.__name__}.{function}", run_out)
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2 GiB\. In GiB: frozen base 0\.0"):
-        run.run(tiny(eval__questions=0), RunDirectory(tmp_path), Stop())
+        run.run(tiny(eval__questions=0, optim__micro_batch_size=None), RunDirectory(tmp_path), Stop())
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("bf16", "; format=nvfp4; "), ("nvfp4", "jobs_per_gpu; a smaller model")])
