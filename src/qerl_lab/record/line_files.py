@@ -4,6 +4,7 @@ samples.jsonl is such a file. It has a few completions of every step.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,7 +42,11 @@ class LineFile(Generic[T]):
     def ends_in_half_a_line(self, run_dir: Path) -> bool:
         """Tell whether the last line lacks its line end, as after a kill while it was written."""
         path = run_dir / self.name
-        return path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        if not path.exists() or not path.stat().st_size:
+            return False
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
 
     def cut(self, run_dir: Path, last_step: int) -> None:
         """Delete the records of steps after `last_step`, atomically. Raises ConfigError for a damaged file."""
@@ -54,14 +59,16 @@ class LineFile(Generic[T]):
         path, parsed = run_dir / self.name, list[tuple[bytes, int, T]]()
         if not path.exists():
             return parsed
-        data = path.read_bytes()
-        first = data.count(b"\n", 0, offset) + 1
-        for number, line in enumerate(data[offset : data.rfind(b"\n") + 1].splitlines(keepends=True), first):
+        with path.open("rb") as file:  # only what is new: the mirror reads after every step
+            file.seek(offset)
+            data = file.read()
+        for index, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True)):
             try:
                 values = parse_json(line)
                 record = self.decode(values)
                 parsed.append((line, values["step"], record))
             except (ValueError, TypeError, OverflowError) as error:
+                number = path.read_bytes().count(b"\n", 0, offset) + index + 1
                 raise ConfigError(
                     f"{path}, line {number}, is not {self.kind}: {line.rstrip()[:80]!r}. "
                     "Delete the line, or put the file back as it was."
