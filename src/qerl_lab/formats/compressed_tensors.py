@@ -82,10 +82,14 @@ class CompressedTensors(Format):
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
         """Parse a `quantization_config` of compressed-tensors or llmcompressor; None if it describes another layout.
 
-        The options of the returned format are None, because the rounding rule is not recorded.
+        The options of the returned format are None, because the rounding rule is not recorded. Raises ValueError for an
+        entry that this package cannot load.
         """
-        if layout_of(config) != cls.LAYOUT:
-            return None
+        return cls._parse(config) if layout_of(config) == cls.LAYOUT else None
+
+    @classmethod
+    def _parse(cls, config: Mapping[str, Any]) -> PackedAs:
+        """Parse a `quantization_config` of this format's layout, as `recognize` says."""
         group = only_group(config)
         weights = group.get("weights") or {}
         entries = [

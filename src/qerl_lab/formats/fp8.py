@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of, only_group
+from qerl_lab.formats.compressed_tensors import CompressedTensors, only_group
 from qerl_lab.formats.format import Layout, PackedAs, checked, unsupported_entry
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -102,17 +102,18 @@ class Fp8(CompressedTensors):
         return config
 
     @classmethod
-    def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
-        """Parse a `quantization_config`: activations may be unquantized, or FP8 with a dynamic scale per token."""
-        if layout_of(config) != cls.LAYOUT:
-            return None
+    def _parse(cls, config: Mapping[str, Any]) -> PackedAs:
+        """Parse a `quantization_config` of the layout of FP8.
+
+        Activations may be unquantized, or FP8 with a dynamic scale per token. Raises ValueError for other entries that
+        this package cannot load.
+        """
         group = only_group(config)
         given = group.get("input_activations") or {}
         if given and any(given.get(key) != value for key, value in _PER_TOKEN.items()):
             raise unsupported_entry("input_activations", given, f"null or {_PER_TOKEN} in {cls.NAME}")
         weights_alone = {**config, "config_groups": {"group_0": {**group, "input_activations": None}}}
-        found = super().recognize(weights_alone)
-        return found and found._replace(weight_format=W8A8 if given else W8A16)
+        return super()._parse(weights_alone)._replace(weight_format=W8A8 if given else W8A16)
 
 
 W8A16, W8A8 = Fp8("auto"), Fp8("fp8")
