@@ -112,11 +112,11 @@ def read_source(options: QuantizeOptions) -> Source:
             f"({first_line(error)}). Type another model, or install a transformers that knows it."
         ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    weight_format, ignore = formats.build(options.format_config()), f"ignore={spell_value(options.ignore)}"
+    weight_format = formats.build(options.format_config())
     _check_ignore(options, model, weight_format, linears)
     packed = packable(model, options.ignore)
     if not packed:
-        raise ConfigError(f"model={options.model} has no Linear layer outside of {ignore}.")
+        raise ConfigError(f"model={options.model} has no Linear layer outside of {_spell_ignore(options)}.")
     for name in (f"{layer}.weight" for layer in packed):
         if name not in weights.names:
             raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
@@ -130,7 +130,8 @@ def read_source(options: QuantizeOptions) -> Source:
         quantization_config = weight_format.quantization_config([*options.ignore, *tied], dtype)
     except ValueError as error:
         raise ConfigError(
-            f"{ignore} with format={options.format}: {error}. Type for example ignore=[lm_head,down_proj]."
+            f"{_spell_ignore(options)} with format={options.format}: {error}. "
+            "Type for example ignore=[lm_head,down_proj]."
         ) from error
     return Source(folder, config, weights, packed, dense, quantization_config)
 
@@ -139,7 +140,7 @@ def _check_ignore(
     options: QuantizeOptions, model: PreTrainedModel, weight_format: Format, linears: Sequence[str]
 ) -> None:
     """Raise ConfigError if an entry of `options.ignore` names no layer of `linears`, or the head would be packed."""
-    ignore = f"ignore={spell_value(options.ignore)}"
+    ignore = _spell_ignore(options)
     for entry in options.ignore:  # a typo would quantize a layer that was to stay dense
         if not any(is_ignored(name, [entry]) for name in linears):
             ends = sorted({name.rpartition(".")[2] for name in linears})
@@ -152,6 +153,11 @@ def _check_ignore(
             f"{ignore} would pack {head}, the output layer, whose dense weight training reads; "
             f"allowed: lists that name it. Type ignore={spell_value([*options.ignore, head])}."
         )
+
+
+def _spell_ignore(options: QuantizeOptions) -> str:
+    """Return the option `ignore` as the user types it."""
+    return f"ignore={spell_value(options.ignore)}"
 
 
 def identifying_options(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
