@@ -1,6 +1,7 @@
 """Directories of jobs: find the directories of an earlier sweep, create new ones, read a sweep, extend a run."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -99,7 +100,8 @@ def claim_directories(plan: Plan, command: str) -> Plan:
     that an earlier sweep has, is kept (`plan.directory_given`). `command` is the command line as the user typed it;
     each new directory records it. Raises ConfigError if a directory is in use or cannot be created.
     """
-    made = next((path for path in reversed([plan.directory, *plan.directory.parents]) if not path.exists()), None)
+    above = reversed([plan.directory, *plan.directory.parents])
+    made = next((path for path in above if not os.path.exists(path)), None)  # Path.exists raises for a long name
     directory = plan.directory if plan.directory_given else reserve_directory(plan.directory)
     made = made or (None if plan.directory_given else directory)
     jobs = _move_jobs(plan, directory)

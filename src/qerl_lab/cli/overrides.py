@@ -1,5 +1,6 @@
 """Spell command-line overrides (`key=value`) for Hydra, check each, and turn Hydra's errors into messages."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -172,8 +173,11 @@ def explain(error: Exception) -> str:
 
 
 def _is_command(name: str) -> bool:
-    """Tell whether `python -m qerl_lab.NAME` is a command for users. `train` is not: python -m qerl_lab trains."""
-    is_there = (Path(__file__).parents[1] / name / "__main__.py").is_file()
+    """Tell whether `python -m qerl_lab.NAME` is a command that users type, such as `evaluate`.
+
+    `train` is none, because users type python -m qerl_lab for it.
+    """
+    is_there = os.path.isfile(Path(__file__).parents[1] / name / "__main__.py")  # Path.is_file raises for a long name
     return is_there and name.isidentifier() and name != "train"
 
 

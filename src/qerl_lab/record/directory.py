@@ -69,7 +69,7 @@ class RunDirectory:
 
     def refuse_used(self) -> None:
         """Raise ConfigError unless the directory is missing or empty, so that two runs never share one."""
-        if not self.path.exists() or not any(self.path.iterdir()):
+        if not os.path.exists(self.path) or not any(self.path.iterdir()):  # Path.exists raises if the name is too long
             return
         if (self.path / DONE).is_file():
             raise ConfigError(

@@ -1,5 +1,6 @@
 """RUN_DIR/resolved.yaml: the complete configuration of a run."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,8 @@ def read_settings(run_dir: Path) -> dict[str, str]:
 def _parse_values(run_dir: Path) -> dict[str, Any]:
     """Parse resolved.yaml. Raises ConfigError if it is missing, cannot be read or has no configuration."""
     path = run_dir / NAME
-    if not path.is_file():
-        what = f"has no {NAME}, so it is no run directory" if run_dir.is_dir() else "is no directory"
+    if not os.path.isfile(path):  # Path.is_file raises if the name is too long
+        what = f"has no {NAME}, so it is no run directory" if os.path.isdir(run_dir) else "is no directory"
         raise ConfigError(
             f"{run_dir} {what}. "
             "Type the directory that the run printed, for example runs/nvfp4_aqn/seed0/20260131-120000."
