@@ -157,6 +157,8 @@ def test_a_packed_output_layer_is_refused(model: Path, capsys: pytest.CaptureFix
 def test_a_chat_template_may_be_in_the_tokenizer_s_settings(model: Path) -> None:
     (model / "chat_template.jinja").unlink()
     settings = json.loads((model / "tokenizer_config.json").read_text())
+    with pytest.raises(ConfigError, match="chat template"):
+        on_disk.check(model, plain(model__path=str(model)))
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{{ messages }}"}))
     on_disk.check(model, plain(model__path=str(model)))
 
