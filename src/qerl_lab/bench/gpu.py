@@ -35,7 +35,10 @@ def clocks() -> Iterator[dict[str, float | None]]:
 
 
 def median_clock(printed: str) -> float | None:
-    """Return the median of the numbers that nvidia-smi printed, one a line. Skips [N/A] and an incomplete last line."""
+    """Return the median clock in MHz of `printed`, the output of nvidia-smi with a number per line; None without one.
+
+    Skips lines with [N/A], and the last line if nvidia-smi was stopped while it wrote it.
+    """
     whole, _, _ = printed.rpartition("\n")
     read = [int(line) for line in whole.splitlines() if line.isdecimal()]
     return statistics.median(read) if read else None

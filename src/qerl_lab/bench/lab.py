@@ -43,6 +43,7 @@ class Lab:
 
 
 def build(job: Job) -> Lab:
+    """Build the policy and the engine of a job."""
     cfg = job.config()
     policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))
     tensors = adapter_tensors(Path(job.adapter))  # of all Linears; an arm may set fewer in lora.target_modules

@@ -165,11 +165,11 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 
 @contextmanager
 def run_locally(sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
-    """Context manager: run the jobs on this machine, as many at once as their key `jobs` says; yield their futures.
+    """Context manager: start the jobs of a sweep on this machine; yield a future for each, in order.
 
-    The result of a future is "", or a message that says why the job was refused or failed. If several jobs run at once,
-    each waits until `gpus` GPUs have room and sees only those, unless it runs on the CPU. Leaving the context waits for
-    all jobs.
+    The key `jobs` says how many run at once. A future returns "" if its job ended well, else a message that says why it
+    was refused or failed. If several jobs run at once, each waits until `gpus` GPUs have room and sees only those,
+    unless it runs on the CPU. Leaving the context waits for all jobs.
     """
     cards = gpu_pool_of([sweep_job.config for sweep_job in sweep_jobs])
 

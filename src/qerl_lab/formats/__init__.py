@@ -16,9 +16,9 @@ FORMATS: dict[str, type[Format]] = {kind.NAME: kind for kind in (Bf16, Fp8, Mxfp
 
 
 def build(chosen: Any) -> Format:
-    """Build the format that the config group `format` chooses by its `name`, with the options of that format.
+    """Build a weight format from `chosen`, a FormatConfig: its `name` is a key of `FORMATS`.
 
-    Raises ValueError if `FORMATS` has no such name.
+    Only the options that this format has are read from `chosen`. Raises ValueError for an unknown name.
     """
     if chosen.name not in FORMATS:
         raise ValueError(f"unknown weight format {chosen.name!r}; allowed: {', '.join(FORMATS)}")

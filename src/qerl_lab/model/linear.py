@@ -258,7 +258,10 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
 
 
 def fused_groups(names: Sequence[str]) -> list[list[str]]:
-    """Group the full names of Linears: parts that engines fuse into one layer together, every other Linear alone."""
+    """Group the full names of Linears into lists.
+
+    The parts that engines fuse into one layer (FUSED) share a list. Every other Linear has a list of its own.
+    """
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")

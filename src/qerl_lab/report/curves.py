@@ -237,10 +237,10 @@ def _draw_two_points(
 def _draw_line(
     axis: Axes, points: pd.DataFrame, by: str, label: str, curve: Curve, style: Mapping[str, Any], thin: bool
 ) -> None:  # fmt: skip
-    """Draw an arm: a thin line per seed, a thick mean, its 95% interval over seeds.
+    """Draw one arm in a panel: a thin line per seed, the mean as a thick line, and its 95% interval as a band.
 
-    By `CLOCK` the seeds have values at different times: each seed is interpolated linearly, and the mean covers only
-    the time in which all seeds ran.
+    `by` is the column of the x axis. Seeds have values at different times if `by` is `CLOCK`. Then each seed is
+    interpolated linearly, and the mean covers only the time in which all seeds ran.
     """
     seeds = [rows.set_index(by)["value"] for _, rows in points.groupby("run_id")]
     for values in seeds if thin and len(seeds) > 1 else []:

@@ -83,11 +83,12 @@ class Task:
 
 
 def load(cfg: TaskConfig, training: str | None = "train") -> Task:
-    """Build the task `cfg.name`, with training questions from its function named `training`.
+    """Read the questions of the task `cfg.name`, and build the Task that grades their answers.
 
-    "worked" gives each training question a solution in `payload["solution"]`. None reads no training questions, as any
-    task does for an evaluation. Training questions that are also held out are removed. Raises ConfigError if over 1% of
-    them are, if questions cannot be read, or if the task lacks the function `training`.
+    `training` chooses the training questions: "train" for reinforcement learning; "worked" for supervised training,
+    each with a solution in `payload["solution"]`; None for evaluation, without any. Training questions that are also
+    held out are removed. Raises ConfigError if over 1% are removed, if questions cannot be read, or if the task has no
+    questions of the kind `training`.
     """
     functions = _functions(cfg, training)
     asked = functions[training](cfg) if training else []
@@ -135,7 +136,7 @@ def is_on_the_hub(cfg: TaskConfig) -> bool:
 
 
 def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., Any]]:
-    """Return the task's functions by name; functions in the file `task.module` replace them.
+    """Return the functions of a task by name, such as "heldout"; those in the user's file `task.module` come first.
 
     Raises ConfigError if that file cannot be used, or if the task lacks the function `needed` ("train" or "worked").
     """

@@ -40,11 +40,13 @@ class Stop:
         stop = cls(parent=parent)
 
         def stop_after_step(*_: object) -> None:
+            """Handle a signal: exit with status 130 if there is nothing to save, else stop after the current step."""
             if not stop.can_save:
                 os._exit(INTERRUPTED)
             stop.signalled = True
 
-        def watch_parent() -> None:  # until a checkpoint is possible; later the steps look at `requested`
+        def watch_parent() -> None:
+            """Exit with status 130 if `parent` dies before `can_save` is set. Later the steps check `requested`."""
             while not stop.can_save:
                 if stop.requested:
                     os._exit(INTERRUPTED)
