@@ -65,7 +65,7 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
         held = bytes_by_owner(policy, engine.held())
         about["gib_by_owner"] = {owner: size / GIB for owner, size in held.items()}
         if ranks.is_first:
-            yield summarize(job, found) | about | clock | memory_at_end()
+            yield summarize(job, found, cfg.optim.micro_batch_size) | about | clock | memory_at_end()
     finally:
         engine.close()
     ranks.leave()
@@ -128,7 +128,7 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
             trainer.train()
     if trainer.use_vllm:
         about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
-    yield summarize(job, watch.found) | about | clock | memory_at_end()
+    yield summarize(job, watch.found, trainer.args.per_device_train_batch_size) | about | clock | memory_at_end()
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -175,9 +175,10 @@ def step_values(metrics: dict[str, float]) -> Step:
     return step | {"nats": metrics["policy/entropy_nats"], "grad_norm": metrics["policy/grad_norm"]}
 
 
-def summarize(job: Job, steps: list[Step]) -> Row:
+def summarize(job: Job, steps: list[Step], micro_batch: int) -> Row:
     """Summarize the steps of a run, except the first, as a row: medians, and tokens per second over all these steps.
 
+    `micro_batch` is the arm's own, which its words may have changed from the command's.
     Raises RuntimeError if steps or tokens are missing, or if a gradient is zero or NaN.
     """
     options, timed = job.options, steps[1:]
@@ -192,6 +193,6 @@ def summarize(job: Job, steps: list[Step]) -> Row:
     of_steps = pd.DataFrame(timed)
     return of_steps.median().to_dict() | {
         "tokens_per_second": of_steps["tokens"].sum() / of_steps["step_seconds"].sum(),
-        "completions": completions,
-        **{name: options[name] for name in ("prompt", "new", "mean_tokens", "micro_batch", "steps")},
+        "completions": completions, "micro_batch": micro_batch,
+        **{name: options[name] for name in ("prompt", "new", "mean_tokens", "steps")},
     }  # fmt: skip

@@ -46,6 +46,11 @@ def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
     )
 
 
+def test_a_row_has_the_micro_batch_of_its_arm(tmp_path: Path) -> None:
+    (row,) = one_arm.rows_of(job(tmp_path, f"{LAB} optim.micro_batch_size=2", options(steps=1)))
+    assert row["micro_batch"] == 2
+
+
 def test_an_arm_may_have_adapters_on_fewer_layers(tmp_path: Path) -> None:
     (row,) = one_arm.rows_of(job(tmp_path, f"{LAB} lora.target_modules=[q_proj,v_proj]", options(steps=1)))
     assert row["grad_norm"] > 0
