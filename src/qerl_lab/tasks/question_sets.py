@@ -54,12 +54,16 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
     if SOURCES[name].train:
         found["train"] = lambda cfg: _read(cfg, of_heldout=False)
     if name == "gsm8k":
-        found["worked"] = lambda cfg: _read_gsm8k(cfg, _gsm8k_worked, of_heldout=False)
+        found["worked"] = lambda cfg: _read_gsm8k(replace(cfg, module=None), _gsm8k_worked, of_heldout=False)
     return found
 
 
 def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
-    """Read the training or held-out questions of the set `cfg.name`. Raises ConfigError if they cannot be read."""
+    """Read the training or held-out questions of the set `cfg.name`. Raises ConfigError if they cannot be read.
+
+    Their ids begin with the set's name, also if `task.module` grades them in another way.
+    """
+    cfg = replace(cfg, module=None)
     if cfg.name == "gsm8k":
         return _read_gsm8k(cfg, _gsm8k, of_heldout)
     if cfg.name == "bigmath":

@@ -61,6 +61,15 @@ def test_the_second_example_reads_rows(tmp_path: Path) -> None:
     assert "rows.jsonl:302 has a long answer" in said
 
 
+def test_another_reward_is_on_the_same_questions(tmp_path: Path) -> None:
+    """By id and SHA-256, so a report pairs runs with and without the file by question."""
+    path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [{"problem": "2?", "answer": "2", "unique_id": "two"}]))
+    plain = tasks.load(TaskConfig(name="math500", path=path), training=None)
+    mine = tasks.load(TaskConfig(name="math500", path=path, module=file(tmp_path, REWARD)), training=None)
+    assert [question.id for question in mine.heldout] == ["math500-two"]
+    assert mine.data == plain.data
+
+
 @pytest.mark.integration
 def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a run, by the keys of a command line; its own part of the reward is a metric."""
