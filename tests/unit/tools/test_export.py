@@ -161,6 +161,29 @@ def test_the_card_s_line_makes_the_very_base_of_the_run(
     assert "qerl_lab.quantize" not in said
 
 
+def test_the_card_s_code_loads_the_adapter_on_the_packed_base(
+    tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
+) -> None:
+    """PEFT cannot adapt layers that compressed-tensors keeps packed, so the card has them dequantized."""
+    own, packed = shutil.copytree(ASSETS, tmp_path / "own"), tmp_path / "packed"
+    words = [f"model={own}", "format=mxfp4", "quality=weights", "device=cpu", f"out={packed}"]
+    assert quantize.main(words) == 0
+    learner = finished(tmp_path / "run", tiny(format__name="mxfp4", model__path=str(own)), build_policy)
+    made = exported(tmp_path / "mine", tmp_path / "run")
+    code = (made / "README.md").read_text().split("## Load it")[1].split("vLLM:")[0]
+    code = "\n".join(line.strip() for line in code.splitlines() if line.startswith("    "))
+    ids = prompt(learner)
+    logits = f"model.eval()(torch.tensor([{ids}])).logits[0, :-1].float().log_softmax(-1)"
+    code = code.replace('"DIR"', repr(str(made))).replace('"BASE"', repr(str(packed)))
+    code = f"import torch\n{code}\ntorch.save({logits}.detach(), 'out.pt')"
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=outside, timeout=300)
+    found = torch.load(tmp_path / "out.pt").gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert (own_logprobs(learner, ids) - found).abs().max() < 0.2  # bfloat16
+    with learner.model.disable_adapter():
+        assert (own_logprobs(learner, ids) - found).abs().max() > 0.3
+
+
 def test_a_copy_has_no_record_of_its_base_which_is_in_that_of_the_export(
     tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
 ) -> None:
