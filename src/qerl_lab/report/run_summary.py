@@ -25,7 +25,10 @@ def closing(result: dict[str, Any]) -> str:
     cut = [result.get(f"truncated_{phase}", 0.0) for phase in ("before", "after")]
     if any(cut):
         rows.append(("  cut at the token limit", f"{cut[0]:.1%} -> {cut[1]:.1%} of the answers"))
-    shares = ", ".join(f"{result[f'share_{name}']:.0%} {name}" for name in ("rollout", "train", "sync"))
+    share = {name: result[f"share_{name}"] for name in ("rollout", "train", "sync")}
+    if (rest := 1 - sum(share.values())) >= 0.05:  # such as solving for the sigma of a KL
+        share["other (seconds/* in metrics.jsonl)"] = rest
+    shares = ", ".join(f"{part:.0%} {name}" for name, part in share.items())
     gpu = f", {result['memory_gpu_peak_gib']:.2f} GiB on the GPU" if "memory_gpu_peak_gib" in result else ""
     end_to_end, rollout = result["tokens_per_second"], result["rollout_tokens_per_second"]
     reward, entropy = (

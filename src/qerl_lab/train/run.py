@@ -17,7 +17,7 @@ from qerl_lab.config.arm import settings_of_run
 from qerl_lab.config.message import first_line, with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
-from qerl_lab.config.schema import AqnConfig, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
 from qerl_lab.model import dense, linear, on_disk
@@ -178,10 +178,11 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
         )
     if not saved and cfg.lora.start_from:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
-    for count, what in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
+    for count, what in ((data.left_out, "more question"), (data.heldout_left_out, "held-out question")):
         if count:
             limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
-            notes.append(f"{count:,} {what} are longer than {limit}, and left out")
+            are = f"{what} is" if count == 1 else f"{what}s are"
+            notes.append(f"{count:,} {are} longer than {limit}, and left out")
     notes += policy.chat.notes
     sized = cfg.with_micro_batch(cfg.optim.micro_batch_size or 1)
     return Session(cfg, sized, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
@@ -335,6 +336,8 @@ def opening_lines(session: Session) -> str:
     cfg, policy, data = session.cfg, session.policy, session.data
     bits = formats.build(cfg.format).bits_per_weight
     weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(policy.model).linears / 2**20:.2f} MiB"
+    if cfg.format.name == DENSE_FORMAT and policy.model.dtype == torch.float32:
+        weights += " in float32"  # as on a CPU, in twice the bytes of the format
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     trained = "all weights in float32" if cfg.trains_all else f"LoRA rank {cfg.lora.rank}"
     gpu = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""

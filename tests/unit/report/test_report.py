@@ -75,7 +75,8 @@ def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
     for part in (
         "0.438 -> 0.688", "+0.250 [-0.209, +0.709], 4 questions", "50", "200",
         "0.075 -> 0.975 (first and last tenth of the steps)", "0.385 -> 0.205 nats (likewise)",
-        "25% rollout, 50% train, 5% sync; 47 s in all", "1.20 GiB peak resident",
+        "25% rollout, 50% train, 5% sync, 20% other (seconds/* in metrics.jsonl); 47 s in all",
+        "1.20 GiB peak resident",
     ):  # fmt: skip
         assert part in text
     assert "cut at" not in text
