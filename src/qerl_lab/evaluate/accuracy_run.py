@@ -225,7 +225,8 @@ def write_results(
         notes += [f"{task.name}: {line}" for line in task.warnings]
         if count := too_long[task.name]:
             limit = f"max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
-            notes.append(f"{task.name}: {count} questions are longer than {limit}, and left out")
+            are = "question is" if count == 1 else "questions are"
+            notes.append(f"{task.name}: {count} {are} longer than {limit}, and left out")
     if options.common and chosen.is_dense:
         notes.append(f"its own engine is the common one: {cfg.format.name} is dense")
     about = {

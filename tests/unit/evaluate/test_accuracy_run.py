@@ -186,7 +186,7 @@ def test_questions_that_are_too_long_are_counted(capsys, tmp_path) -> None:
     words = ["model=pocket", f"benchmarks=math500:{tmp_path / 'math.jsonl'}", "max_completion_tokens=4", "samples=1",
              f"out={tmp_path / 'out'}", "instruction=x"]  # fmt: skip
     assert go(*words, "max_prompt_tokens=64") == 0
-    assert "math500: 1 questions are longer than max_prompt_tokens=64, and left out" in capsys.readouterr().out
+    assert "math500: 1 question is longer than max_prompt_tokens=64, and left out" in capsys.readouterr().out
     assert read(tmp_path / "out")[1]["benchmarks"]["math500"]["too_long"] == 1
     assert go(*words, "max_prompt_tokens=4", "overwrite=true") == 2
     assert "max_prompt_tokens=4 leaves out all 2 questions of math500" in capsys.readouterr().err
