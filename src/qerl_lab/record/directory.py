@@ -116,7 +116,11 @@ class RunDirectory:
         Raises ConfigError if another process holds the lock.
         """
         with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks only writable files
-            lock(file, f"another process is running in {self.path}. Wait for it or stop it first.")
+            lock(
+                file,
+                f"another process is running in {self.path}. Wait for it or stop it first. "
+                "After `kill -9` of a command its run still finishes the step and saves.",
+            )
             yield file
 
     @property
