@@ -39,6 +39,7 @@ from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import CLAIMS
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file
 
 LEDGER, PREREGISTRATION, PILOT = "ledger.csv", "PREREGISTRATION.md", "PILOT:"
@@ -174,9 +175,11 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     runs: dict[str, Planned] = {}
     folder, words = path.parent, content.get("words", [])
     claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
-    for part in parts:
-        for run in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
-            runs.setdefault(run.key, run)  # an earlier part already makes it
+    with terminal.Amount("composing the runs", len(parts), unit="part") as bar:  # takes ten seconds for 300 runs
+        for part in parts:
+            for run in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
+                runs.setdefault(run.key, run)  # an earlier part already makes it
+            bar.advance(1)
     return Queue(folder, parts, list(runs.values()), read_ledger(folder), seconds)
 
 
