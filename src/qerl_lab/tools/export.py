@@ -28,6 +28,7 @@ with exits.starting(__name__):
 
 LINE = "python -m qerl_lab.tools.export"
 PACKAGES = ("qerl-lab", "torch", "transformers", "trl", "peft")
+KEPT_PACKED = ("nvfp4", "mxfp4")  # compressed-tensors keeps these layers without a `weight`, which PEFT needs
 
 
 @dataclass
@@ -137,7 +138,6 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
     """Return the text of the exported model's card, from model_card.md.j2: training, result, how to load the model."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    from qerl_lab import formats
     from qerl_lab.rollout.vllm.transfer import MAX_RANKS
 
     path, result, env = run.model.path, record.result(), record.environment()
@@ -149,13 +149,14 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
         base_model=None if gguf.is_gguf(path) or on_disk.local_path(path) is not None else path,
     )
     made = env.get("packages", {})
-    is_packed = formats.build(run.format).QUANT_METHOD == "compressed-tensors"
     return str(ModelCard.from_template(
         data, template_path=str(Path(__file__).with_name("model_card.md.j2")),
         options=options, run=run, result=result, env=env, data=env.get("data") or {},
         max_rank=next((allowed for allowed in MAX_RANKS if allowed >= run.lora.rank), run.lora.rank),
         base_in_words=base_in_words(run),
-        base_is_packed=is_packed and not options.base and path != POCKET and not gguf.is_gguf(path),
+        base_is_packed=(
+            run.format.name in KEPT_PACKED and not options.base and path != POCKET and not gguf.is_gguf(path)
+        ),
         part_of_task=subset_in_words(run.task.name, run.task.gsm8k.max_steps),
         interval=f"[{low:+.3f}, {high:+.3f}]" if high > low else "[no spread]",  # questions agree: no interval
         versions=", ".join(f"{name} {made[name]}" for name in PACKAGES if name in made),
