@@ -5,6 +5,8 @@ requested KL. All are in nats per token, over the same sampled completions. Nois
 the policy as much as quantization does: `scale=pocket` takes its `aqn.sigma_start` from here.
 """
 
+import sys
+
 from qerl_lab.aqn import Noise
 from qerl_lab.aqn.solver import solve
 from qerl_lab.config.schema import AqnConfig
@@ -41,6 +43,9 @@ def run(options: SigmaOptions) -> None:
         draws = [Noise(sigma, seed=0, step=step, relative=options.relative) for step in range(1, DRAWS + 1)]
         return [with_noise(texts, draw)[1].mean().item() for draw in draws]
 
+    if options.sigmas:
+        said = f"{len(options.sigmas)} sigmas of {DRAWS} draws, each about as long as format bf16"
+        print(said, file=sys.stderr, flush=True)
     for sigma in options.sigmas:
         drawn = kl_of_draws(sigma)
         mean, spread = sum(drawn) / DRAWS, f"{min(drawn):.5f} to {max(drawn):.5f} over {DRAWS} draws"
