@@ -21,7 +21,7 @@ with exits.starting(__name__):
 
     from qerl_lab import tasks
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.config.message import first_and_last
+    from qerl_lab.config.message import first_and_last, with_noun
     from qerl_lab.config.model_hash import model_hash
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes, check_apart, check_free
@@ -219,7 +219,7 @@ def train(
         logging_steps=1, logging_nan_inf_filter=False, report_to="none",
     )  # fmt: skip
     print(f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device}\n"
-          f"{len(rows):,} solutions of {options.task}, {updates} updates of {options.batch_size}, "
+          f"{len(rows):,} solutions of {options.task}, {with_noun(updates, 'update')} of {options.batch_size}, "
           f"learning rate {options.learning_rate:g}", flush=True)  # fmt: skip
     pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
     before = copy.deepcopy((model.config, model.generation_config))
