@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed
 
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
@@ -140,8 +141,8 @@ def refuse_fewer_gpus(wanted: int, count: int) -> None:
     """Raise ConfigError if `wanted` is more than 1 and more than `count`, the number of GPUs that torch sees."""
     if wanted > max(1, count):
         raise ConfigError(
-            f"gpus={wanted} and torch sees {count} GPUs here. Type gpus={max(1, count)}, or device=cpu for processes "
-            "on the CPU."
+            f"gpus={wanted} and torch sees {with_noun(count, 'GPU')} here. Type gpus={max(1, count)}, or device=cpu "
+            "for processes on the CPU."
         )
 
 
@@ -157,7 +158,9 @@ def hide_other_gpus(wanted: int) -> str | None:
     if len(names) <= wanted:
         return None
     os.environ[VISIBLE] = ",".join(names[:wanted])
+    noun, pronoun, others = ("GPU", "another", names[wanted]) if wanted == 1 else ("GPUs", "others", "")
+    others = others or ",".join([*names[wanted:], *names][:wanted])
     return (
-        f"The run takes GPU {os.environ[VISIBLE]} ({torch.cuda.get_device_name(0)}) of the {len(names)} visible ones. "
-        f"To take another, type {VISIBLE}={names[wanted]} before the command."
+        f"The run takes {noun} {os.environ[VISIBLE]} ({torch.cuda.get_device_name(0)}) of the {len(names)} visible "
+        f"ones. To take {pronoun}, type {VISIBLE}={others} before the command."
     )

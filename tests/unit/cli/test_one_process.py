@@ -101,8 +101,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     [
         (1, 2, None, "0", "The run takes GPU 0 (NVIDIA H200) of the 2 visible ones. "
          "To take another, type CUDA_VISIBLE_DEVICES=1 before the command."),
-        (2, 8, "5,2,7", "5,2", "The run takes GPU 5,2 (NVIDIA H200) of the 3 visible ones. "
-         "To take another, type CUDA_VISIBLE_DEVICES=7 before the command."),
+        (2, 8, "5,2,7", "5,2", "The run takes GPUs 5,2 (NVIDIA H200) of the 3 visible ones. "
+         "To take others, type CUDA_VISIBLE_DEVICES=7,5 before the command."),
         (1, 8, "3", "3", None),
         (1, 1, None, None, None),
         (1, 8, "", "", None),
@@ -116,9 +116,9 @@ def test_of_several_gpus_the_first_visible_one_is_taken(
     assert os.environ.get(ranks.VISIBLE) == kept
 
 
-@pytest.mark.parametrize(("count", "remedy"), [(0, 1), (3, 3)])
+@pytest.mark.parametrize(("count", "remedy"), [(0, 1), (1, 1), (3, 3)])
 def test_more_gpus_than_there_are_is_an_error(machine: Callable[..., None], count: int, remedy: int) -> None:
     machine(count, None)
-    said = rf"gpus=4 and torch sees {count} GPUs here\. Type gpus={remedy}, or device=cpu"
+    said = rf"gpus=4 and torch sees {count} GPU{'' if count == 1 else 's'} here\. Type gpus={remedy}, or device=cpu"
     with pytest.raises(ConfigError, match=said):
         ranks.hide_other_gpus(4)
