@@ -99,6 +99,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
     """
     hints, defaults = get_type_hints(kind), kind()
     types = {leaf.name: hints[leaf.name] for leaf in leaves(defaults)}
+    metadata = {leaf.name: leaf.field.metadata for leaf in leaves(defaults)}
     given: dict[str, Any] = {}
     words: list[tuple[str, str]] = []  # (key, argument)
     paths: list[str] = []
@@ -118,7 +119,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
             hint = f" Did you mean {ends[0]}?" if ends else did_you_mean(key, list(types))
             raise unknown_name_error(key, list(types), hint)
         given[key] = _parse_value(types[key], text)
-        check_type(key, types[key], given[key], getattr(defaults, key))
+        check_type(key, types[key], given[key], metadata[key])
         words.append((key, word))
     if paths:
         is_list = get_origin(types[bare]) is list

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import values_of
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
 # How an error names each type, and an example value for a key whose default is null or empty.
@@ -134,18 +134,21 @@ def unknown_name_error(name: str, allowed: Sequence[str], hint: str) -> ConfigEr
     return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(nearest) or 'none'}.")
 
 
-def check_type(name: str, kind: Any, value: Any, default: Any) -> None:
+def check_type(name: str, kind: Any, value: Any, metadata: Any) -> None:
     """Raise ConfigError unless `value` has the type `kind` of the key `name`. An int is accepted for a float.
 
-    The message suggests `default`, unless that is empty or a long text. For 1e3 as a whole number it suggests 1000.
+    `metadata` is that of the key's dataclass field (see `option`). The message suggests the default, unless that is
+    empty or a long text. For 1e3 as a whole number it suggests 1000, if that is within the bounds.
     """
     if has_type(value, kind):
         return
+    default = metadata["default"]
     plain = _strip_optional(kind)
     has_example = default not in (None, "", []) and (kind is not str or len(default) <= 40)
     example = default if has_example else TYPE_WORDS[plain][1]
     if plain is int and isinstance(value, float) and value.is_integer():
         example = int(value)
+        check_bounds(name, metadata, example)
     raise ConfigError(
         f"{name}={spell_value(value)} is not allowed; allowed: {describe_type(kind)}. "
         f"Type for example {name}={spell_value(example)}."

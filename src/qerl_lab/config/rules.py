@@ -121,7 +121,7 @@ def build_config(values: Any, kind: Any = RunConfig, prefix: str = "") -> Any:
             value = build_config(value, types[key], f"{name}.")
         else:
             of_key = kind.__dataclass_fields__[key].metadata
-            check_type(name, types[key], value, of_key["default"])
+            check_type(name, types[key], value, of_key)
             check_bounds(name, of_key, value)
         arguments[key] = value
     return kind(**arguments)

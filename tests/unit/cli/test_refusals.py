@@ -135,6 +135,7 @@ def test_a_bad_command_line(line, parts, capsys, tmp_path):
         # values
         ("seed=${nope}", "error: seed: Interpolation key 'nope' not found; allowed: a whole number, or ${KEY}"),
         ("steps=1e3", "Type for example steps=1000."),
+        ("steps=1e9", "steps=1000000000 is not allowed; allowed: at most 999999. Type for example steps=999999."),
     ],
 )
 def test_a_word_of_another_program_or_place_leads_to_the_right_one(line, said, capsys):

@@ -104,7 +104,7 @@ def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exis
         for text in values:
             kind = type_of_key(key)
             value = text if kind is str else yaml.safe_load(text)
-            check_type(key, kind, value, None)
+            check_type(key, kind, value, fields[key])
             check_bounds(key, fields[key], value)
             assert key != "format.name" or text in choices_of("format")
 
