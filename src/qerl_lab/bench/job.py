@@ -11,11 +11,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from qerl_lab.bench.bench_options import ARCHITECTURES, FORMATS, AnyOptions, RolloutOptions, Row, StepOptions
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
+from qerl_lab.model.on_disk import cache_bytes_per_token
 
+BFLOAT16_BYTES = 2
 BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
 
@@ -107,8 +110,7 @@ def kv_gib(architecture: Mapping[str, Any], sequences: int, longest: int) -> flo
 
     Adds room for one more sequence, and for one more block of `BLOCK` tokens in each sequence.
     """
-    head_dim = architecture["hidden_size"] // architecture["num_attention_heads"]
-    per_token = 4 * architecture["num_hidden_layers"] * architecture["num_key_value_heads"] * head_dim
+    per_token = cache_bytes_per_token(architecture, BFLOAT16_BYTES)
     return float((sequences + 1) * (math.ceil(longest / BLOCK) + 1) * BLOCK * per_token / GIB)
 
 
@@ -158,9 +160,17 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
 def check(options: AnyOptions) -> None:
     """Raise ConfigError if options cannot be measured.
 
-    Refused are an invalid arm of the lab, a `micro_batch` that does not divide the completions of a step, and a
-    `scratch` that is no directory. The arguments of a baseline are refused by vLLM or TRL in the arm's own process.
+    Refused are an empty list of arms, batches or ranks, an invalid arm of the lab, a `micro_batch` that does not divide
+    the completions of a step, and a `scratch` that is no directory. The arguments of a baseline are refused by vLLM or
+    TRL in the arm's own process.
     """
+    for name in ("arms", "batches", "ranks"):
+        if getattr(options, name, None) == []:
+            example = spell_value(getattr(type(options)(), name)[:1])
+            raise ConfigError(
+                f"{name}=[] leaves nothing to measure; allowed: one entry or more. Type for example {name}={example}, "
+                f"or leave {name} out."
+            )
     if isinstance(options, StepOptions) and (count := options.groups * options.group_size) % options.micro_batch:
         raise ConfigError(
             f"micro_batch={options.micro_batch} does not divide groups x group_size = {count}; allowed: a divisor. "

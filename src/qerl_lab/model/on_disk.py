@@ -217,6 +217,16 @@ def context_tokens(config: dict[str, Any]) -> int | None:
     return max(positions, int(unstretched * (rope.get("factor") or 1)))
 
 
+def cache_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
+    """Return the bytes that one token's keys and values take in all layers together.
+
+    `config` is the model's config.json, `element_bytes` the bytes of one number in the cache.
+    """
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
+
+
 def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None:
     """Raise ConfigError if prompt and completion can exceed the context of `config`, the model's config.json."""
     prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens

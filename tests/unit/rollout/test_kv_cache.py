@@ -4,7 +4,8 @@ import pytest
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
-from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, kv_cache_bytes
+from qerl_lab.model.on_disk import cache_bytes_per_token
+from qerl_lab.rollout.vllm.kv_cache import kv_cache_bytes
 
 QWEN_7B = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
 
@@ -19,7 +20,7 @@ QWEN_7B = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 
     ],
 )
 def test_a_token_takes_keys_and_values_in_every_layer(config: dict, element_bytes: int, expected: int) -> None:
-    assert bytes_per_token(config, element_bytes) == expected
+    assert cache_bytes_per_token(config, element_bytes) == expected
 
 
 def settings(tiny, **changes):

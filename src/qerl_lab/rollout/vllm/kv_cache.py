@@ -1,7 +1,6 @@
 """Compute the size of the engine's key-value cache."""
 
 import os
-from typing import Any
 
 import torch
 
@@ -19,16 +18,6 @@ def free_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()  # torch's cached memory would count as used
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def bytes_per_token(config: dict[str, Any], element_bytes: int) -> int:
-    """Return the bytes that one token's keys and values take in all layers together.
-
-    `config` is the model's config.json, `element_bytes` the bytes of one number in the cache.
-    """
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
 
 
 def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:

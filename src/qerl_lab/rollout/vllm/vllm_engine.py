@@ -30,6 +30,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.linear import packed_layers
+from qerl_lab.model.on_disk import cache_bytes_per_token
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.engine import ASLEEP, Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
@@ -37,7 +38,7 @@ from qerl_lab.rollout.vllm import all_weights, logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, choose_backend
 from qerl_lab.rollout.vllm.base import model_folder
-from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
+from qerl_lab.rollout.vllm.kv_cache import free_bytes, kv_cache_bytes
 from qerl_lab.rollout.vllm.transfer import MARLIN_FOR_FP8, check_norms, sampling_arguments, serving_arguments
 
 # Run vLLM in this process; `LLM` has no argument for it.
@@ -255,7 +256,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
     """
     own = cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.dtype
-    per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
+    per_token = cache_bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if own.dense_rows:
         packed = packed_layers(policy.base).values()
