@@ -70,8 +70,8 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     drawn = draw_all(same, baseline)
     if figure := diagnostics.draw_effects(rows):
         caption = (
-            "95% intervals over seeds and questions. Open diamonds: the paper. Dotted: the smallest effect that "
-            "matters, on the side that the claim predicts, or on both. Hollow points have too few seeds for a verdict."
+            "Intervals are over seeds and questions. The smallest effect that matters is on the side that the claim "
+            "predicts, or on both."
         )
         drawn = {"Effects": [Drawn("effects", "Effect of each contrast", palette.png(figure), caption)]} | drawn
     words = [format_path(folder), hydra_override("out", format_path(folder))]
