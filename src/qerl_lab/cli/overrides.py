@@ -81,6 +81,8 @@ def _check_override(override: Override) -> None:
         if name == "hydra.run.dir":
             raise ConfigError(f"{line} does nothing here. Type run_dir=DIR for a run, hydra.sweep.dir=DIR for a sweep.")
         return
+    if not name:
+        raise unreadable_override_error(line, {})
     if override.is_delete():
         raise ConfigError(f"{line} would take away what every run has. Type {name}=VALUE to change it.")
     value = override.value()
@@ -143,6 +145,8 @@ def explain(error: Exception) -> str:
     match error:
         case ConfigError():
             return str(error)
+        case _ if found := re.fullmatch(r"Additional config directory '(.*)' not found", str(error)):
+            return f"--config-dir {found[1]} is no directory. Type --config-dir DIR of one that is there."
         case ConfigCompositionException() if found := SEVERAL.match(str(error)):
             name, _, value = found[1].lstrip("+").partition("=")
             is_text = types_by_key().get(name) in TEXT and name not in GROUPS

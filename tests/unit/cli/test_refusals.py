@@ -88,7 +88,7 @@ def refused(line: str, capsys) -> str:
         ("--seed 3", ["--seed is not a flag", "Type seed=VALUE"]),
         ("--config-path=x", ["--config-dir DIR"]),
         ("optim.learning_rate=0,001", ["optim.learning_rate=0,001 is several values, because a comma "]),
-        ("--config-dir nowhere", ["/nowhere' not found"]),
+        ("--config-dir nowhere", ["/nowhere is no directory. Type --config-dir DIR"]),
         ("-sc install=bash", ['Type: eval "$(qerl-lab -sc install=bash)"']),  # Hydra would install it for every python
         # sweeps: named by their job
         ("-m lora.rank=16,-1", ["job 1 (lora.rank=-1)", "at least 0"]),
@@ -135,6 +135,7 @@ def test_a_bad_command_line(line, parts, capsys, tmp_path):
         # values
         ("seed=${nope}", "error: seed: Interpolation key 'nope' not found; allowed: a whole number, or ${KEY}"),
         ("steps=1e3", "Type for example steps=1000."),
+        ("=5", "=5 cannot be read. Type KEY=VALUE."),
         ("steps=1e9", "steps=1000000000 is not allowed; allowed: at most 999999. Type for example steps=999999."),
     ],
 )
