@@ -135,6 +135,7 @@ def test_a_command_that_cannot_run_is_refused_before_anything_is_made(
         ("config.json", b"{", "config.json cannot be read as JSON"),
         ("model.safetensors", None, "holds no weights in safetensors"),
         ("model.safetensors", b"\0" * 100, "is no safetensors file, or not whole"),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"[]", "its header is no JSON object"),
         ("tokenizer.json", None, "holds no tokenizer"),
         ("chat_template.jinja", None, "has no chat template"),
     ],

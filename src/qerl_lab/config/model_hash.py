@@ -77,12 +77,15 @@ def _spread_samples(start: int, end: int, count: int) -> list[tuple[int, int]]:
 def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
     """Read the JSON header of a safetensors file. Return the header and the byte offset where it ends.
 
-    Raises ConfigError if the header is cut off or no JSON, as in a pointer of Git LFS. Tensors are not checked.
+    Raises ConfigError if the header is cut off or no JSON object, as in a pointer of Git LFS. Tensors are not checked.
     """
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            return parse_json(opened.read(min(length, MAX_HEADER_BYTES))), 8 + length
+            header = parse_json(opened.read(min(length, MAX_HEADER_BYTES)))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        return header, 8 + length
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file} is no safetensors file, or not whole ({error}). Download or save the model again."
