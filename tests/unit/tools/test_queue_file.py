@@ -1,6 +1,7 @@
 """QUEUE.yaml as runs, and what a ledger leaves of them."""
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import queue_file
 from qerl_lab.tools.queue import PlanOptions, plan
-from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Planned, Queue
+from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Part, Planned, Queue
 
 FILE = Path(__file__).parents[3] / "results" / "qwen1_5b" / "queue.yaml"
 TWO_PARTS = """
@@ -20,6 +21,22 @@ parts:
   - {name: formats, lines: ["+experiment=bf16,nvfp4"], seeds: [0, 1]}
   - {name: rates, lines: ["+experiment=bf16 optim.learning_rate=1e-3,1e-2"], seeds: [0, 1]}
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def composed_once() -> Iterator[None]:
+    """The runs of the same part, words and further words are composed once in this file: seven take a second."""
+    compose, known = queue_file._runs_of_part, dict[str, list[Planned]]()
+
+    def compose_or_copy(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
+        key = repr((part, words, extra))
+        if key not in known:
+            known[key] = compose(part, words, extra)
+        return [replace(one) for one in known[key]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue_file, "_runs_of_part", compose_or_copy)
+        yield
 
 
 @pytest.fixture
