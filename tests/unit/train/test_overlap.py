@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from fake_vllm import Answer, FakeVllm, refusal, running
 from qerl_lab.aqn import level
@@ -95,10 +96,12 @@ class SamplingVllm(FakeVllm):
 
     def sample(self, body: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return token ids and log-probs [n, max_tokens], with tokens after the end token too."""
-        ids, logprobs = torch.tensor([body["prompt"]] * body["n"]), []
+        ids, logprobs, cache = torch.tensor([body["prompt"]] * body["n"]), [], DynamicCache()
         generators = [torch.Generator().manual_seed(body["seed"] + index) for index in range(body["n"])]
         for _ in range(body["max_tokens"]):
-            scores = (self.policy.model(input_ids=ids).logits[:, -1] / body["temperature"]).log_softmax(-1)
+            unread = ids[:, cache.get_seq_length() :]
+            logits = self.policy.model(input_ids=unread, past_key_values=cache, use_cache=True).logits
+            scores = (logits[:, -1] / body["temperature"]).log_softmax(-1)
             rows = zip(scores.exp(), generators, strict=True)
             drawn = torch.stack([torch.multinomial(row, 1, generator=generator) for row, generator in rows])
             ids = torch.cat([ids, drawn], 1)
