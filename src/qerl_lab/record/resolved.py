@@ -72,9 +72,27 @@ def _parse_values(run_dir: Path) -> dict[str, Any]:
             "Type the directory that the run printed, for example runs/nvfp4_aqn/seed0/20260131-120000."
         )
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}. {_REPLACE}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no configuration. {_REPLACE}")
     return values
+
+
+def _parse_yaml(text: str) -> Any:
+    """Parse YAML with libyaml where PyYAML has it: eight times as fast, and a report parses the file of every run.
+
+    PyYAML's own parser reads again what libyaml refuses: it explains errors in its own words, and it accepts the
+    escaped bytes of a path that is not UTF-8. Raises YAMLError if that parser refuses the text too.
+    """
+    if not yaml.__with_libyaml__:
+        return yaml.safe_load(text)
+    try:
+        loader = yaml.CSafeLoader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.YAMLError:
+        return yaml.safe_load(text)
