@@ -107,7 +107,7 @@ def add_legend_below(figure: Figure) -> None:
 def png(figure: Figure) -> bytes:
     """Render a figure as a PNG of 64 colors and close it."""
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=DPI)
+    figure.savefig(drawn, format="png", dpi=DPI, pil_kwargs={"compress_level": 0})  # it is compressed below
     plt.close(figure)
     return in_64_colors(drawn.getvalue())
 
