@@ -2,7 +2,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
+from qerl_lab.report import palette
 from qerl_lab.report.__main__ import main
 
 
@@ -23,3 +26,14 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return captured.err if code else captured.out
 
     return run
+
+
+@pytest.fixture
+def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made and not rendered, for tests that look at no picture: rendering is most of a report's time."""
+
+    def close(figure: Figure) -> bytes:
+        plt.close(figure)
+        return b"unrendered"
+
+    monkeypatch.setattr(palette, "png", close)

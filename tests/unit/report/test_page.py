@@ -101,6 +101,7 @@ def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -
     assert "Below ours are the paper's figures" in text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
     made: Path, here: Path, printed: Callable[..., str]
 ) -> None:
@@ -163,6 +164,7 @@ def test_where_no_run_finished_the_page_says_so(here: Path, printed: Callable[..
     assert not Path("results/empty").exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(here: Path) -> None:
     run, out = make_run(here / "runs" / "0", "nvfp4_aqn", 0), here / "out"
     assert main(["runs", "out=out"]) == 0
@@ -175,6 +177,7 @@ def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(here: Path) 
     assert not (out / "arms.csv").exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_of_runs_that_shared_a_card_no_time_and_no_speed_is_drawn_or_tabled(tmp_path: Path) -> None:
     for arm in ("bf16", "nvfp4"):
         began = {"command": f"python -m qerl_lab {'jobs=2 jobs_per_gpu=2' if arm == 'nvfp4' else ''}"}

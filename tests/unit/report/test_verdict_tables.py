@@ -139,6 +139,7 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
     assert row["registered"].startswith("preregistered: all 8")
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
