@@ -240,6 +240,8 @@ def test_the_libraries_are_as_they_were_installed_and_none_comes_before_it_is_ne
     It leaves MLflow to the mirror's thread and matplotlib to the end of the run.
     """
     code = """
+import gc, os
+gc.disable()  # a third of the time, with the teardown that the last line leaves out
 import trl, peft, transformers
 def fingerprint():
     classes = [trl.GRPOTrainer, transformers.Trainer, transformers.GenerationMixin, peft.PeftModel, peft.LoraConfig]
@@ -250,5 +252,6 @@ early = {"mlflow", "matplotlib"} & set(sys.modules)
 assert not early, early
 import qerl_lab.evaluate.sigma
 assert fingerprint() == before
+os._exit(0)
 """
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **CHILD_ENVIRONMENT}).returncode == 0
