@@ -28,6 +28,7 @@ from trained import Trained
 REFILLS = {"algorithm__dynamic_sampling": True, "algorithm__max_resamples": 2}
 NOISE = {"aqn__schedule": "linear", "aqn__reading": "equation", "aqn__stages": 2, "aqn__sigma_start": 0.3}
 SMALL = {"steps": 1, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 40}
+SHORT = {"rollout__max_completion_tokens": 8}  # for tests of when and whether: most of a step's time is sampling
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_equal_rewards_change_not_one_bit_of_the_adapter(train, tiny, build_poli
     parts = {"format": 0.2, "answer": 0.0}
     ones = {"weights": parts, "grade": lambda texts, _: {part: np.ones(len(texts)) for part in parts}}
     task = replace(tasks.load(tiny().task), **ones)
-    run = train(policy, task=task, steps=2, rollout__group_size=group, algorithm__name=algorithm)
+    run = train(policy, task=task, steps=2, rollout__group_size=group, algorithm__name=algorithm, **SHORT)
     for metrics in run.steps:
         assert metrics["reward/zero_variance_groups"] == 1
         assert metrics["reward/mean"] == pytest.approx(0.2, abs=1e-15)
@@ -138,7 +139,7 @@ def test_a_clock_is_read_when_the_device_is_done(train) -> None:
         run.engine.sync = lambda *_: events.append("sync")
         run.engine.sleep = lambda: events.append("sleep")
 
-    train(prepare=watch, steps=2, algorithm__updates_per_rollout=2)
+    train(prepare=watch, steps=2, algorithm__updates_per_rollout=2, **SHORT)
     rollout = ["sync", "wait", "sleep"]
     step = [*rollout, "wait", "update", "update", "wait", "report"]  # the first wait here is that of the probes
     assert events == step * 2
@@ -153,7 +154,7 @@ def test_a_loss_that_is_nan_ends_the_run_with_its_line(train, tmp_path) -> None:
         run.trainer.args.learning_rate = 1e30
 
     with pytest.raises(Diverged, match=r"loss is NaN at step 1\. Type a lower optim\.learning_rate \(it is 1e-05\)"):
-        train(prepare=explode, steps=3, algorithm__updates_per_rollout=2, checkpoint__every=1)
+        train(prepare=explode, steps=3, algorithm__updates_per_rollout=2, checkpoint__every=1, **SHORT)
     (metrics,) = steps
     assert math.isnan(metrics["policy/loss"])
     assert math.isnan(metrics["policy/entropy_nats"])
@@ -170,7 +171,7 @@ def test_a_weight_that_is_nan_ends_the_run_before_it_is_saved(train, tmp_path) -
         run.trainer.add_callback(After(lambda: run.trainer.step == 2 and weight.data[0].fill_(math.nan)))
 
     with pytest.raises(Diverged, match="largest weight of the adapter is NaN at step 2"):
-        train(prepare=poison, steps=3, checkpoint__every=1)
+        train(prepare=poison, steps=3, checkpoint__every=1, **SHORT)
     assert reported == [1, 2]
     assert checkpoint.newest(tmp_path / "checkpoints").step == 1
 
@@ -184,8 +185,7 @@ class Keeps(TransformersEngine):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_holds_the_noise_of_the_seed_and_step(train, dtype: str) -> None:
     """Its last sigma is 5e-4, where bfloat16 weights of 1 have steps of 16 sigma."""
-    small = {"seed": 7, "rollout__max_completion_tokens": 8}
-    run = train(kind=Keeps, steps=3, model__dtype=dtype, algorithm__updates_per_rollout=2, **small, **NOISE)
+    run = train(kind=Keeps, steps=3, model__dtype=dtype, algorithm__updates_per_rollout=2, seed=7, **SHORT, **NOISE)
     assert len(run.engine.held) == 3
     clean_norms = run.trainer.policy.clean_norms
     for step, (held, metrics) in enumerate(zip(run.engine.held, run.steps, strict=True), start=1):
@@ -225,14 +225,14 @@ def test_all_ranks_probe_where_one_has_noise(train, monkeypatch: pytest.MonkeyPa
     spy = Mock(wraps=probe)
     monkeypatch.setattr("qerl_lab.train.trainer.probe", spy)
     monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)
-    train()
+    train(**SHORT)
     assert spy.call_count == 1
 
 
 def test_a_request_to_stop_lets_the_step_end_saves_and_stops(train, tmp_path) -> None:
     stop = Stop()
     stop.signalled = True
-    run = train(stop=stop, steps=3, algorithm__updates_per_rollout=2, checkpoint__every=0)
+    run = train(stop=stop, steps=3, algorithm__updates_per_rollout=2, checkpoint__every=0, **SHORT)
     assert run.numbers == [1]
     saved = checkpoint.newest(tmp_path / "checkpoints")
     assert (saved.step, saved.prompts_seen) == (1, 2)
@@ -249,10 +249,10 @@ def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_
             self.asked += 1
             return self.asked > 1
 
-    run = train(stop=Late(), steps=3, checkpoint__every=0)
+    run = train(stop=Late(), steps=3, checkpoint__every=0, **SHORT)
     assert checkpoint.newest(tmp_path / "checkpoints").step == run.trainer.steps_done
 
 
 def test_checkpoints_are_written_every_so_often_and_at_the_end(train, tmp_path) -> None:
-    train(steps=5, checkpoint__every=2, rollout__max_completion_tokens=4)
+    train(steps=5, checkpoint__every=2, **SHORT)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
