@@ -17,9 +17,9 @@ SUBSET, ASKED = "eval/subset_", 4
 # Dropout draws in every forward of the training, and noise at every step: a random number too many would show.
 SETTINGS = {
     "steps": 4, "lora__dropout": 0.2, "optim__learning_rate": 0.02, "aqn__schedule": "linear", "aqn__stages": 2,
-    "aqn__sigma_start": 0.2, "aqn__reading": "equation", "checkpoint__every": 0, "rollout__batch_size": 4,
-    "rollout__max_completion_tokens": 10, "eval__questions": 6, "eval__subset_questions": ASKED,
-    "eval__subset_samples": 2, "eval__samples_before": 1,
+    "aqn__sigma_start": 0.2, "aqn__reading": "equation", "checkpoint__every": 0, "eval__questions": 6,
+    "rollout__prompts_per_step": 2, "rollout__batch_size": 4, "rollout__max_completion_tokens": 10,
+    "eval__subset_questions": ASKED, "eval__subset_samples": 2, "eval__samples_before": 1,
 }  # fmt: skip
 
 
