@@ -65,7 +65,7 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
         held = bytes_by_owner(policy, engine.held())
         about["gib_by_owner"] = {owner: size / GIB for owner, size in held.items()}
         if ranks.is_first:
-            yield summarize(job, found, cfg.optim.micro_batch_size) | about | clock | memory_at_end()
+            yield summarize(job, found, cfg.optim.completions_at_once) | about | clock | memory_at_end()
     finally:
         engine.close()
     ranks.leave()
