@@ -32,7 +32,9 @@ _SIGN = re.compile(r"<=|>=|==|!=|[=<>]|\\(?:le|ge|ne|in|approx|lt|gt)(?![A-Za-z]
 _CROSS = re.compile(r"(?<=[\d)])\s*[xX]\s*(?=[\d(]|\\dollar(?![A-Za-z]))")
 _MONEY = re.compile(r"\\dollar(?=\s*[\d.])")
 _SIGNS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", "==": "=", r"\lt": "<", r"\gt": ">"}
-_THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,]| *\d| ?/)", re.ASCII)
+_THOUSANDS = re.compile(  # no list without blanks, `1,000,2`, and no mixed number, `1 200/300`
+    r"(?<![\w.,])\d{1,3}(?:(?:,\d{3})+(?!\d|,\d)|(?: \d{3})+(?![\d,]| *\d| ?/ ?\d))", re.ASCII
+)
 _NUMERAL = re.compile(
     r"\(?([0-9A-Za-z]*\d[0-9A-Za-z]*)\)?\s*"
     r"(?:_\s*(?:\{\s*\(?(?:\\text\{)?\s*(\w+)\s*\}?\)?\s*\}|(\d))"

@@ -81,6 +81,9 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
     ]
 ]
+# TeX's separators of thousands separate nothing else, so they also count in brackets, where `1,800` is two numbers.
+_COMMA = r"\s*(?:\{\s*,\s*\}|,\s*\\!|\\,)\s*"
+_TYPESET_NUMBER = re.compile(rf"(?<![\w.,])\d{{1,3}}(?:{_COMMA}\d{{3}})+(?!{_COMMA}\d|\d|[, ]\d{{3}})", re.ASCII)
 _ESCAPED_TWICE = re.compile(r"(?:[^\\]|\\\\)*\\\\[A-Za-z]{2}(?:[^\\]|\\\\)*")  # every backslash is doubled
 _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _SO = r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)"
@@ -117,6 +120,7 @@ def plain(text: str) -> str:
         text = text.replace(r"\\", "\\")
     text = _powers(text.translate(_TRANSLATION))
     text = _without_dollars(text)
+    text = _TYPESET_NUMBER.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = _SIZES.sub(" ", text)
     for pattern, new in _SPELLINGS:
         text = pattern.sub(new, text)
