@@ -62,6 +62,8 @@ def _ends(form: Form) -> list[Value]:
         raise Unreadable("no set")
     ends = [_number(part) for part in form.parts]
     if form.brackets == "{}":
+        if not all(map(is_finite, ends)):
+            raise Unreadable("no set of numbers")
         return ends
     closed = [end for end, bracket in zip(ends, form.brackets, strict=False) if bracket in "[]"]
     if len(ends) != 2 or ends[0] >= ends[1] or not all(map(is_finite, closed)):
