@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,11 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass or a pickle looks up the module of its class there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # importing the file can raise anything
+        del sys.modules[spec.name]
         raise ConfigError(
             f"task.module={cfg.module} cannot be imported: {type(error).__name__}: {first_line(error)}"
         ) from error

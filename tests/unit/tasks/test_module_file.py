@@ -110,6 +110,20 @@ def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) ->
     assert [question.id for question in load(tmp_path, text, name="amc23", path=str(tmp_path)).train] == ["a"]
 
 
+def test_a_file_may_define_dataclasses_and_pickle_them(tmp_path: Path) -> None:
+    text = f"""from __future__ import annotations
+import pickle
+from dataclasses import dataclass
+{ONE}
+@dataclass
+class Riddle:
+    text: str
+
+def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).text, "1")]
+"""
+    assert load(tmp_path, text).train == [Question("a", "A?", "1")]
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("x = 1", "defines none of train, heldout, grade, weights, worked. docs/tasks.md shows one."),
     ("def train(", "cannot be imported: SyntaxError: "),
