@@ -18,10 +18,12 @@ from qerl_lab.tasks.questions import BadRow, Question, Questions, Scores
 
 MAX_PROGRAM_CHARACTERS = 20_000
 COLUMNS = {"question": "question", "tests": "tests"}
-# A block ends at ``` at the start of a line or the end of the text: a program may contain ``` elsewhere.
+_PYTHON = ("python", "python3", "py", "py3")
+# A block has its language behind the opening ```. It ends at ``` at the start of a line, which with a word behind it
+# opens the next block, or at the end of the text: a program may contain ``` elsewhere.
 _BLOCK = re.compile(
-    r"^[ \t]*```[ \t]*(?:python|python3|py)?[ \t]*\r?\n(.*?)(?:^[ \t]*```|```\s*\Z)",
-    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+    r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:(?=^[ \t]*```[ \t]*\w)|^[ \t]*```|```\s*\Z)",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -74,13 +76,17 @@ def _tests(row: Row) -> list[dict[str, str]]:
 def program(completion: str) -> str | None:
     """Return the program in the final answer: its last ``` block, or the whole answer if it has no such block.
 
-    Returns None if the completion has no final answer, or if the answer is over MAX_PROGRAM_CHARACTERS long.
+    Blocks marked as Python come before blocks without a language, and these before all others. Returns None if the
+    completion has no final answer, or if the answer is over MAX_PROGRAM_CHARACTERS long.
     """
     text = final_answer(completion)
     if text is None or len(text) > MAX_PROGRAM_CHARACTERS:
         return None
-    blocks: list[str] = _BLOCK.findall(text)
-    return blocks[-1] if blocks else text
+    blocks: list[tuple[str, str]] = _BLOCK.findall(text)
+    in_python = [block for language, block in blocks if language.lower() in _PYTHON]
+    unmarked = [block for language, block in blocks if not language]
+    others = [block for _, block in blocks]
+    return (in_python or unmarked or others or [text])[-1]
 
 
 def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:

@@ -52,6 +52,19 @@ def test_the_share_of_tests_and_all_of_them(program: str, earned: tuple[float, f
     assert graded(program, question_of(("2\n", "4"), ("5\n", "10"), seconds=1)) == earned
 
 
+@pytest.mark.parametrize("text", [
+    "```text\n5\n```\n{python}", "{python}\nIt prints:\n```\n10\n```", "{python}\nIt prints:\n```text\n10\n```",
+    "```cpp\nint main();\n```\n{unmarked}\n```bash\npython double.py\n```", "```text\n5\n{python}",
+    "{python} It doubles.\n", "```python\nprint(0)\n``` No.\n{python}", "```python\nprint(0)\n```\n{python}",
+    "```python title=double.py\n{program}\n```", "```py3\n{program}```", "```python3.11\n{program}\n```",
+])  # fmt: skip
+def test_of_several_blocks_the_last_in_python_is_the_program(text: str) -> None:
+    program = "print(int(input()) * 2)"
+    blocks = {"python": f"```python\n{program}\n```", "unmarked": f"```\n{program}\n```"}
+    found = code_io.program(answer(text.format(program=program, **blocks)))
+    assert (found or "").strip() == program
+
+
 @pytest.mark.parametrize("completion", [
     "print(4)", "<think><answer>print(4)</answer></think>", "<answer>" + "#" * 30_000 + "\nprint(4)</answer>",
     "<answer>\0</answer>", "<answer>\ud800</answer>", "<answer>```\nprint(4)</answer>",
