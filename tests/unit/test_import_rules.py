@@ -22,7 +22,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 MAY_IMPORT = {
     "__init__": "", "config": "", "system": "config", "formats": "",
     # what they are about
-    "aqn": "config", "tasks": "config system", "algorithms": "config", "record": "config system",
+    "aqn": "config", "tasks": "config system record", "algorithms": "config", "record": "config system",
     "tracking": "config record", "model": "config system formats", "preflight": "config system model tasks",
     # what is done with it
     "rollout": "config system model aqn formats",

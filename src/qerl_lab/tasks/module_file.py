@@ -16,6 +16,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import module_hash
 from qerl_lab.config.schema import TaskConfig
+from qerl_lab.record.metrics import METRICS
 from qerl_lab.tasks.questions import UNPARSED, Question, Scores
 
 NAMES = ("train", "heldout", "grade", "weights", "worked")
@@ -63,7 +64,8 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
 def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
     """Check `given`, the result of `weights(cfg)`, and return the names of the parts in it.
 
-    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS.
+    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS or names
+    another metric of the reward.
     """
     said = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
@@ -75,6 +77,10 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
         raise ConfigError(
             f"{said} weighs {', '.join(shared)}; allowed: further parts. Type task.format_reward=X "
             "or task.answer_reward=X."
+        )
+    if taken := sorted(part for part in given if f"reward/{part}" in METRICS):
+        raise ConfigError(
+            f"{said} weighs {', '.join(taken)}, but reward/{taken[0]} is another metric of the run. Rename the part."
         )
     return set(given)
 
