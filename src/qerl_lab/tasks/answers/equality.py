@@ -237,8 +237,8 @@ def _same_relation(left: Relation, right: Relation) -> bool:
 def _proportion(left: Node, right: Node) -> Value | None:
     """Return the quotient of two expressions if it has the same value at several points, else None.
 
-    Also returns None if an expression or the quotient is 0 or infinite at a point, if the two have different variables,
-    or if they have none.
+    Also returns None if an expression is 0 or infinite at a point, if the quotient or its inverse is close to 0, if the
+    two have different variables, or if they have none.
     Raises Unreadable if a value is undefined or too large.
     """
     variables = names(left) | names(right)
@@ -252,6 +252,7 @@ def _proportion(left: Node, right: Node) -> Value | None:
             return None
         ratio = values.divide(a, b)
         first = ratio if first is None else first
-        if not is_finite(ratio) or close(ratio, Fraction(0)) or not close(first, ratio):
+        is_lopsided = close(ratio, Fraction(0)) or close(values.divide(b, a), Fraction(0))  # also with infinity
+        if is_lopsided or not close(first, ratio):
             return None
     return first

@@ -32,7 +32,8 @@ def same_set(left: Form, right: Form) -> bool:
     except Unreadable:
         return False
     between = [(low + high) / 2 for low, high in pairwise(ends)]
-    outside = [ends[0] - 1, ends[-1] + 1] if ends else [real(0)]
+    # In proportion to the ends, because 10^50 + 1 is 10^50 to 40 digits.
+    outside = [ends[0] - abs(ends[0]) - 1, ends[-1] + abs(ends[-1]) + 1] if ends else [real(0)]
     return all(_contains(left, at) == _contains(right, at) for at in ends + between + outside)
 
 
