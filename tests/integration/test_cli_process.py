@@ -16,7 +16,7 @@ from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import python_command
-from standin import CRASHES_AFTER, DIES, DONE, EMPTY, FAILS, REFUSES, begin, seen
+from standin import CRASHES_AFTER, DIES, DONE, EMPTY, FAILS, REFUSES, STOPS, begin, seen
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
 SHORT = RolloutConfig(max_completion_tokens=64)  # within the embedded policy's context
@@ -75,12 +75,34 @@ def test_a_configuration_that_the_run_itself_refuses_leaves_no_directory_of_its_
     assert sorted(Path.cwd().rglob("*")) == before
 
 
-def test_a_refused_job_of_a_sweep_is_told_and_the_others_run(capfd):
-    assert main(["-m", f"seed={REFUSES},{DONE}", "hydra.sweep.dir=sweep"]) == 1
+@pytest.mark.parametrize("launcher", ["lab", "basic"])
+def test_a_refused_job_of_a_sweep_is_told_and_its_sweep_finds_it_again(launcher, capfd):
+    words = ["-m", f"seed={REFUSES},{DONE}", f"hydra/launcher={launcher}"]
+    assert main(words) == 1
     out, err = capfd.readouterr()
+    (sweep,) = Path("runs/sweeps/adhoc").iterdir()
+    refused, done = sorted(path for path in sweep.iterdir() if path.is_dir())
     assert "error: what is wrong. Type this." in err
-    assert "2 jobs in sweep: 1 not run, 1 done" in out
-    assert [path.name for path in Path("sweep").iterdir() if path.is_dir()] == ["1-adhoc-seed0"]
+    assert "ConfigError: what is wrong. Type this." in out
+    assert f"2 jobs in {sweep}: 1 failed, 1 done" in out
+    began = seen(done)["began"]
+    for again in (words, [f"resume={sweep}"]):
+        assert main(again) == 1
+        assert "1 failed, 1 done" in capfd.readouterr().out
+    assert list(Path("runs/sweeps/adhoc").iterdir()) == [sweep], "the finished job was trained again elsewhere"
+    assert seen(done)["began"] == began
+    text = (refused / "resolved.yaml").read_text()
+    (refused / "resolved.yaml").write_text(text.replace(f"seed: {REFUSES}", f"seed: {DONE}"))  # mended
+    assert main([f"resume={sweep}"]) == 0
+
+
+def test_a_job_that_had_not_begun_keeps_its_directory_if_resume_refuses_it(capfd):
+    """Its sweep was stopped before."""
+    assert main(["-m", f"seed={STOPS},{REFUSES}", "hydra.sweep.dir=sweep"]) == 130
+    assert RunDirectory(Path("sweep/1-adhoc-seed7")).status == "not run"
+    assert main(["resume=sweep/1-adhoc-seed7"]) == 2
+    assert "error: what is wrong. Type this." in capfd.readouterr().err
+    assert RunDirectory(Path("sweep/1-adhoc-seed7")).status == "failed"
 
 
 def test_a_resumed_run_that_cannot_go_on_keeps_its_directory(capfd):

@@ -74,7 +74,7 @@ class SweepJob:
             return ""
         run, job = RunDirectory(self.run_dir), replace(self, variables={**self.variables, **(gpus or {})})
         try:
-            return failure_message(run) if start(run, self.typed, job, run.path) == FAILURE else ""
+            return failure_message(run) if start(run, self.typed, job) == FAILURE else ""
         except ConfigError as error:
             return f"error: {redact(str(error))}"
         except OSError as error:  # a full disk, before the run's process could say so
@@ -109,10 +109,10 @@ def start(
 ) -> int:
     """Start the run of a created directory, or resume it, and wait. Return 0 (done), 1 (failed) or 130 (interrupted).
 
-    Raises ConfigError if the run cannot use its configuration. If it never began, its files are then deleted.
+    Raises ConfigError if the run cannot use its configuration. Without `typed` its files are then deleted.
 
     Args:
-        typed: the command to record if the run resumes.
+        typed: the command to record if the run resumes; None for a run that the same command has just created.
         sweep_job: set for a job of a sweep: its variables join the environment, and the output goes to console.txt.
         made: topmost folder that was created for the run. Empty folders up to it are deleted with the files.
     """
@@ -125,12 +125,12 @@ def start(
             run.check()
             with redirect_stderr(io.StringIO()):  # the child prints what it skips
                 run.starting_point(config)
-        run.begin(typed)
         threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
         added = sweep_job.variables if sweep_job else {}
         shared = {**CHILD_ENVIRONMENT, **threads, **os.environ, **added}
         try:
             refuse_several_processes(os.environ)  # a job on a cluster has another environment than the command
+            run.begin(typed)
             environments = [shared | variables for variables in rank_variables(config.gpus)]
             ended_with, rank = _run_processes(run, environments, lock, sweep_job)
             code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
@@ -138,7 +138,7 @@ def start(
                 raise ConfigError(run.reason.removeprefix("ConfigError: "))
             return code
         except ConfigError:
-            if before == "not run":
+            if typed is None:  # else its sweep, or resume=RUN_DIR, looks for it again
                 run.discard(made)
             raise
 

@@ -46,9 +46,7 @@ ARTIFACTS = (resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "
 WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
 MARKS = (resolved.NAME, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 HALF_A_LINE = "ends in half a line"
-LEFT_BY_A_REFUSED_RUN = {
-    resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS, CONSOLE,
-}  # fmt: skip
+LEFT_BY_A_REFUSED_RUN = {resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
 
 
 class RunDirectory:

@@ -73,6 +73,9 @@ def test_a_launcher_s_worker_is_refused_where_it_starts_the_run(torchrun: Path) 
     run = RunDirectory(Path("run"))
     run.claim(RunConfig(), Typed("the command"))
     with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
+        launch.start(run, Typed("the command"))
+    assert run.status == "not run"
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
         launch.start(run, made=run.path)
     assert not list(torchrun.iterdir())
 
