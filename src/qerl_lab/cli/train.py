@@ -7,7 +7,6 @@ Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 """
 
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.keys import FOREIGN_NAMES, types_by_key, what_to_type
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.redact import redact
+from qerl_lab.config.redact import redact, redact_and_join
 from qerl_lab.config.spelling import hydra_override, resume_override, unquoted
 from qerl_lab.record.directory import DONE, EVALUATIONS, RunDirectory
 from qerl_lab.record.environment import Typed
@@ -257,7 +256,7 @@ def command_line(overrides: Sequence[str] | None = None) -> str:
 
     The arguments are `overrides` if given, else the arguments of this process.
     """
-    return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if overrides is None else overrides)]))
+    return redact_and_join(["python", "-m", "qerl_lab", *(sys.argv[1:] if overrides is None else overrides)])
 
 
 def _check_and_claim(plan: Plan, *, is_here: bool) -> Plan:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+from collections.abc import Iterable
 
 HIDDEN = "***"
 # Words in names of secrets: DB_PASS, GITHUB_PAT, WEBHOOK_URL. `key` counts only after another word: API_KEY.
@@ -30,7 +32,8 @@ def url_without_secrets(url: str) -> str:
 def redact(text: str) -> str:
     """Replace secrets in a text by ***: passwords in URLs, NAME_TOKEN=value, known tokens, secret environment values.
 
-    A variable that holds an existing path, such as SSH_AUTH_SOCK, is not secret.
+    A variable that holds an existing path, such as SSH_AUTH_SOCK, is not secret. Redact a text before it is quoted for
+    a shell or encoded as JSON: a quoted secret is not found, and JSON without an escape character is broken.
     """
     for name, value in os.environ.items():
         if _is_secret_name(name) and len(value) >= SHORTEST and not os.path.exists(value):
@@ -38,6 +41,11 @@ def redact(text: str) -> str:
     for name in filter(_is_secret_name, set(_NAME.findall(text))):
         text = re.sub(rf"(\b{name}['\"]?(?:=|: ?)['\"]?)[^\s'\"]+", rf"\1{HIDDEN}", text)
     return _TOKEN.sub(HIDDEN, url_without_secrets(_WEBHOOK.sub(rf"\1{HIDDEN}", text)))
+
+
+def redact_and_join(words: Iterable[str]) -> str:
+    """Join the words of a command to a line for a shell, with their secrets replaced by ***."""
+    return shlex.join(map(redact, words))
 
 
 def _is_secret_name(name: str) -> bool:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
-from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.record import checkpoint, environment, metrics, resolved
@@ -88,7 +87,7 @@ class RunDirectory:
 
     def _note_command(self, name: str, typed: Typed) -> None:
         """Write the command `typed` into the file `name`, with passwords and tokens hidden."""
-        replace_file(self.path / name, redact(json.dumps(asdict(typed))).encode())
+        replace_file(self.path / name, json.dumps(asdict(typed.without_secrets())).encode())
 
     def begin(self, typed: Typed | None = None) -> None:
         """Mark the run as started: rename QUEUED, which holds its first command, to .typed; delete FAILED.

@@ -7,16 +7,15 @@ import importlib.metadata
 import os
 import platform
 import re
-import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.redact import redact
+from qerl_lab.config.redact import redact, redact_and_join
 from qerl_lab.config.units import GIB
 from qerl_lab.system.processes import output_of
 
@@ -36,19 +35,23 @@ class Typed:
     words: Sequence[str] = ()
     sweep: str | None = None
 
+    def without_secrets(self) -> "Typed":
+        """Return the same with passwords and tokens replaced by ***."""
+        return replace(self, command=redact(self.command), words=[redact(word) for word in self.words])
+
 
 def environment(typed: Typed | None = None) -> dict[str, Any]:
     """Describe for env.json where this process runs: time, commit, machine, packages and GPUs.
 
     Includes the command `typed`, or with None the command line of this process.
     """
-    typed = typed or Typed(shlex.join(sys.orig_argv))
+    typed = typed.without_secrets() if typed else Typed(redact_and_join(sys.orig_argv))
     sha, dirty = git_state()
     cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": redact(typed.command),
-        "words": [redact(word) for word in typed.words],
+        "command": typed.command,
+        "words": list(typed.words),
         "sweep": typed.sweep,
         "git_sha": sha,
         "dirty": dirty,

@@ -12,7 +12,6 @@ with exits.starting(__name__):
     import json
     import math
     import os
-    import shlex
     import sys
     import time
     from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ with exits.starting(__name__):
     from qerl_lab.config.out import Writes, check_apart, check_free
     from qerl_lab.config.paths import sha256
     from qerl_lab.config.records import WARMUP
-    from qerl_lab.config.redact import redact
+    from qerl_lab.config.redact import redact_and_join
     from qerl_lab.config.schema import DEVICES, POCKET, TaskConfig
     from qerl_lab.config.spelling import hydra_override, shell_line
     from qerl_lab.model import on_disk
@@ -127,7 +126,7 @@ def warm_up(options: WarmupOptions) -> None:
     folder = weight_files.local_folder(options.model, options.revision, key="model")
     origin = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder)}
     record: dict[str, Any] = {
-        "command": redact(shlex.join(["python", "-m", "qerl_lab.tools.warmup", *sys.argv[1:]])),
+        "command": redact_and_join(["python", "-m", "qerl_lab.tools.warmup", *sys.argv[1:]]),
         "options": asdict(options), "instruction": task.instruction, "solutions": dict(task.data),
         "began_from": origin | weight_files.lab_records(folder),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

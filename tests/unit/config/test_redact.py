@@ -1,9 +1,11 @@
 """What is hidden, and what must stay as it is."""
 
+import shlex
+
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.redact import redact, url_without_secrets
+from qerl_lab.config.redact import redact, redact_and_join, url_without_secrets
 from qerl_lab.config.rules import from_dict
 
 
@@ -52,6 +54,13 @@ def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(monkeypatch
     assert redact("401 for correct horse, abcdef, staple, https://h/zzz") == "401 for ***, ***, ***, ***"
     assert redact(__file__) == __file__
     assert url_without_secrets("abcdef") == "abcdef"
+
+
+def test_a_secret_is_hidden_although_a_shell_needs_it_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DB_PASS", "it's 5t@ple")
+    words = ["lab", "tracking.experiment=it's 5t@ple", "hydra.job.env_set.API_KEY='s3cret'", "seed=0,1"]
+    hidden = ["lab", "tracking.experiment=***", "hydra.job.env_set.API_KEY='***'", "seed=0,1"]
+    assert shlex.split(redact_and_join(words)) == hidden
 
 
 @pytest.mark.parametrize(("key", "url"), [

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -62,6 +63,16 @@ def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory) -> No
     assert names(run.path) == {"resolved.yaml", "env.json", "code.diff", "env.2.json", "code.2.diff"}
     assert [session["command"] for session in run.environments()] == [TYPED.command, resumed.command]
     assert run.overrides() == TYPED.words
+
+
+@pytest.mark.parametrize("name", ["token", "password", "secret", "API_KEY"])
+def test_an_instruction_that_looks_like_a_secret_leaves_a_record_that_can_be_read(tmp_path: Path, name: str) -> None:
+    run, word = RunDirectory(tmp_path / "run"), f'task.instruction=End with the {name}: "#### n" and the number.'
+    run.claim(RunConfig(), Typed(shlex.join(["lab", word]), [word], "a/b"))
+    assert run.overrides() == [word.replace("####", "***")]
+    run.begin()
+    run.write_environment({})
+    assert run.overrides() == [word.replace("####", "***")]
 
 
 def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path) -> None:
