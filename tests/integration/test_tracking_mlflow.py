@@ -136,6 +136,34 @@ def test_a_run_that_got_more_steps_gets_a_run_of_its_own(run_dir: Path, db: str)
     assert f"found run {new.info.run_id}, added 0 points" in resync(RunDirectory(run_dir), db)
 
 
+def test_a_mirror_of_an_older_version_is_found_though_the_schema_has_a_new_key(
+    run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new key changes `config_hash`, and MLflow has no parameter of it."""
+    with monkeypatch.context() as older:
+        all_params = mlflow_module.params
+        older.setattr(mlflow_module, "config_hash", lambda cfg: "0123456789ab")
+        older.setattr(mlflow_module, "params", lambda cfg: {k: v for k, v in all_params(cfg).items() if k != "seed"})
+        track(run_dir, db, range(1, 3), steps=2)
+    (before,) = runs(db)
+    assert f"found run {before.info.run_id}, added 0 points and 1 parameters" in resync(RunDirectory(run_dir), db)
+    track(run_dir, db, range(3, 5), last_step=2, steps=2)
+    (after,) = runs(db)
+    assert after.info.run_id == before.info.run_id
+
+
+def test_a_mirror_whose_parameters_did_not_arrive_is_found_again(run_dir: Path, db: str) -> None:
+    cfg = config(run_dir, db)
+    log(Tracker(config(run_dir, mlflow=False), RunDirectory(run_dir)), range(1, 3))
+    mlflow_module.prepare_mlflow()
+    client = MlflowClient(tracking_uri=db)
+    RunDirectory(run_dir).note_mirror()
+    tags = mlflow_module.tags(cfg, RunDirectory(run_dir), RunDirectory(run_dir).mirror()["key"])
+    killed = client.create_run(client.create_experiment(cfg.tracking.experiment), tags=tags)
+    assert f"found run {killed.info.run_id}" in resync(RunDirectory(run_dir), db)
+    assert len(runs(db)) == 1
+
+
 def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: str) -> None:
     log(Tracker(config(run_dir, db, mlflow=False), RunDirectory(run_dir)), range(1, 4))
     track(run_dir, db, range(4, 6), last_step=3)

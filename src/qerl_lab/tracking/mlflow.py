@@ -127,8 +127,10 @@ class MlflowMirror:
         create_sqlite(uri)
         self._directory, self._offset, self._client = directory, 0, MlflowClient(tracking_uri=uri)
         experiment_id, key = self._experiment_id(cfg.tracking.experiment, uri), str(directory.mirror()["key"])
-        wanted = f"tags.run_key = '{key}' and tags.config_hash = '{config_hash(cfg)}'"
-        found = next(iter(self._client.search_runs([experiment_id], wanted)), None)
+        mirrors, steps = self._client.search_runs([experiment_id], f"tags.run_key = '{key}'"), str(cfg.steps)
+        # Not by config_hash, which is another one once the schema has a new key. A run that was killed while it created
+        # its mirror has sent no parameters.
+        found = next((run for run in mirrors if run.data.params.get("steps", steps) == steps), None)
         self.created = found is None
         if found is None:
             start = next((line["time"] for line in directory.metrics()), time.time())
