@@ -83,11 +83,21 @@ def as_recorded(cfg: Any) -> dict[str, str]:
 
 
 def is_of_arm(name: str) -> bool:
-    """Tell whether a dotted key defines an arm.
+    """Tell whether a dotted key defines an arm in every run; see `keys_of_arm` for the key that does so in some.
 
     True for model.path and also for model.hash; `model_by_content` drops one of the two.
     """
     return name not in NOT_OF_ARM and not name.startswith("tracking.")
+
+
+def keys_of_arm(values: Mapping[str, Any]) -> set[str]:
+    """Return those keys of a run's settings (value, or its text, by dotted key) that define the run's arm.
+
+    With overlap checkpoint.every is one of them, because the step after a checkpoint is not sampled ahead.
+    """
+    engine, overlap = values.get("rollout.engine"), values.get("rollout.vllm_server.overlap")
+    also = {"checkpoint.every"} if engine == "vllm_server" and str(overlap) == "True" else set[str]()
+    return {name for name in values if is_of_arm(name) or name in also}
 
 
 def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +105,9 @@ def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Values may be text, as in records.
     """
-    return model_by_content({name: value for name, value in drop_idle_options(values).items() if is_of_arm(name)})
+    used = drop_idle_options(values)
+    keys = keys_of_arm(used)
+    return model_by_content({name: value for name, value in used.items() if name in keys})
 
 
 def drop_idle_options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,8 +151,9 @@ def settings_of_run(cfg: RunConfig) -> dict[str, Any]:
 
     These are the keys of its arm, seed and gpus.
     """
-    shared = {name: value for name, value in values_of(cfg).items() if name in ("seed", "gpus") or is_of_arm(name)}
-    return model_by_content(shared)
+    values = values_of(cfg)
+    keys = keys_of_arm(values) | {"seed", "gpus"}
+    return model_by_content({name: value for name, value in values.items() if name in keys})
 
 
 def config_hash(cfg: RunConfig) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from qerl_lab.config.arm import drop_idle_options, fill_added_keys, is_of_arm, model_by_content
+from qerl_lab.config.arm import drop_idle_options, fill_added_keys, keys_of_arm, model_by_content
 from qerl_lab.config.message import with_noun
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import paired_interval
@@ -113,7 +113,8 @@ def run_from(
     if device == "auto" and metrics:  # the first GPU if torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
     own = normalize(dict(values) | {"device": device})
-    settings = {key: value for key, value in own.items() if is_of_arm(key) or key == "device"}
+    keys = keys_of_arm(own) | {"device"}
+    settings = {key: value for key, value in own.items() if key in keys}
     if settings.get(CONTENT) == "None":  # older records lack the key, which means the same
         del settings[CONTENT]
     return Run(

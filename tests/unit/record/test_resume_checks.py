@@ -153,6 +153,18 @@ def test_another_configuration_than_the_checkpoints_is_refused_by_its_keys(run_d
         RunDirectory(run_dir).starting_point(cfg)
 
 
+def test_with_overlap_another_number_of_steps_between_checkpoints_is_refused(run_dir: Path) -> None:
+    def overlap(values: dict[str, Any]) -> None:
+        values["rollout"]["engine"], values["rollout"]["vllm_server"]["overlap"] = "vllm_server", True
+
+    cfg = edit(run_dir, overlap)
+    save(run_dir, 4, cfg)
+    assert RunDirectory(run_dir).starting_point(cfg)
+    cfg.checkpoint.every = 7
+    with pytest.raises(ConfigError, match=r"trained with: checkpoint\.every=7 \(was 25\)\."):
+        RunDirectory(run_dir).starting_point(cfg)
+
+
 def test_another_device_is_refused(run_dir: Path) -> None:
     run = RunDirectory(run_dir)
     run.check()

@@ -144,6 +144,10 @@ def test_a_run_that_failed_before_it_noted_its_device_is_of_the_arm_that_it_equa
       for engine, acts in (("transformers", False), ("vllm", True), ("vllm_server", True))),
     ({"rollout__engine": "vllm", "rollout__vllm_server__patience_seconds": 1},
      {"rollout__engine": "vllm", "rollout__vllm_server__patience_seconds": 2}, False),
+    # with overlap the step after a checkpoint is on-policy
+    *(({"rollout__engine": engine, "rollout__vllm_server__overlap": overlap, "checkpoint__every": 2},
+       {"rollout__engine": engine, "rollout__vllm_server__overlap": overlap, "checkpoint__every": 25}, acts)
+      for engine, overlap, acts in (("vllm_server", True, True), ("vllm_server", False, False), ("vllm", True, False))),
     # packing was off by default, then auto, which packs on GPUs
     ({"device": "cpu", "optim__packing": "off"}, {"device": "cpu", "optim__packing": "auto"}, False),
     ({"device": "cuda", "optim__packing": "off"}, {"device": "cuda", "optim__packing": "auto"}, True),
