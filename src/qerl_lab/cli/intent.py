@@ -18,7 +18,7 @@ from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.rules import largest_divisor
-from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
+from qerl_lab.config.schema import POCKET, AqnConfig, FormatConfig, RunConfig
 from qerl_lab.config.task import TaskConfig
 from qerl_lab.model import on_disk
 
@@ -29,14 +29,19 @@ class Variant(NamedTuple):
     """Keys that have an effect only if a condition is met (see `keys.is_met`), and what to type to meet it."""
 
     keys: str  # separated by spaces; a name that ends with a dot covers all keys below
-    when: str  # condition on another key
+    when: str  # condition on another key; where two are joined by ` or `, one of them must be met
     remedy: str
     arm: str = ""  # what to type instead of the remedy in a run that names its experiment
 
     @property
-    def deciding_key(self) -> str:
-        """Return the key that the condition is on."""
-        return parse_condition(self.when).key
+    def conditions(self) -> list[str]:
+        """Return the conditions of which one must be met."""
+        return self.when.split(" or ")
+
+    @property
+    def deciding_keys(self) -> list[str]:
+        """Return the keys that the conditions are on."""
+        return [parse_condition(condition).key for condition in self.conditions]
 
     def has_key(self, key: str) -> bool:
         """Tell whether this row lists the dotted key, or a section that holds it."""
@@ -48,7 +53,9 @@ VARIANTS = (
     *(Variant(f"format.{f.name}", f"format.name={name}", f"format={name}", f"+experiment={name}")
       for f in fields(FormatConfig) if (name := f.metadata["only"])),
     Variant("format.ignore format.dense_cache", "format.name!=bf16", "format=nvfp4", "+experiment=nvfp4"),
-    Variant("aqn.", "aqn.schedule!=off", "aqn=exponential", "+experiment=nvfp4_aqn"),
+    # Not aqn.norms: every run holds these norms in float32, and refuses a model that lacks one.
+    Variant(" ".join(f"aqn.{name}" for name in values_of(AqnConfig()) if name != "norms"), "aqn.schedule!=off",
+            "aqn=exponential", "+experiment=nvfp4_aqn"),
     Variant("aqn.sigma_end", "aqn.unit=sigma", "aqn=exponential", "+experiment=nvfp4_aqn"),
     Variant("aqn.kl_start aqn.kl_end aqn.sigma_min aqn.sigma_max aqn.solver.", "aqn.unit=kl", "aqn=kl",
             "+experiment=nvfp4_aqn_kl"),
@@ -69,7 +76,8 @@ VARIANTS = (
     Variant("algorithm.kl_estimator", "algorithm.beta!=0", "algorithm.beta=0.001"),
     Variant("algorithm.entropy_coef_step algorithm.entropy_coef_max", "algorithm.entropy_target!=null",
             "algorithm.entropy_target=0.2"),
-    Variant("eval.samples eval.samples_before eval.temperature eval.top_p", "eval.questions!=0", "eval.questions=256"),
+    Variant("eval.samples eval.samples_before", "eval.questions!=0", "eval.questions=256"),
+    Variant("eval.temperature eval.top_p", "eval.questions!=0 or eval.every!=0", "eval.questions=256"),
     Variant("eval.subset_questions eval.subset_samples", "eval.every!=0", "eval.every=50"),
 )  # fmt: skip
 
@@ -145,8 +153,8 @@ def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
     """
     values, found = values_of(cfg), dict[str, Variant]()
     for variant in VARIANTS:
-        if not is_met(variant.when, values):
-            found |= {key: variant for key in values if variant.has_key(key) and key != variant.deciding_key}
+        if not any(is_met(condition, values) for condition in variant.conditions):
+            found |= {key: variant for key in values if variant.has_key(key) and key not in variant.deciding_keys}
     path = cfg.model.path
     if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():
         found["model.revision"] = Variant("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
@@ -167,9 +175,11 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
                 continue
             variant, where = inert[number][key], f"job {number}: " if len(jobs) > 1 else ""
             remedy = variant.arm if variant.arm and cfg.experiment != RunConfig().experiment else variant.remedy
+            values = values_of(cfg)
+            given = " and ".join(f"{other}={spell_value(values[other])}" for other in variant.deciding_keys)
             raise ConfigError(
-                f"{where}{key}={words[key]} does nothing in a run with {variant.deciding_key}="
-                f"{spell_value(values_of(cfg)[variant.deciding_key])}. Leave {key} out, or type for example {remedy}."
+                f"{where}{key}={words[key]} does nothing in a run with {given}. "
+                f"Leave {key} out, or type for example {remedy}."
             )
 
 

@@ -58,6 +58,8 @@ def refused(line: str, capsys) -> str:
         ("+experiment=nf4 format.scale_rule=max", ["format.scale_rule=max", "format.name=nf4", "+experiment=nvfp4"]),
         ("task.path=DIR", ["task.path=DIR", "task.name=arithmetic", "type for example task=gsm8k"]),
         ("model.revision=main", ["model.revision=main", "model.path=pocket"]),
+        ("eval.questions=0 eval.top_p=0.3", ["in a run with eval.questions=0 and eval.every=0.", "eval.questions=256"]),
+        ("eval.questions=0 eval.every=2 eval.samples=3", ["eval.samples=3", "in a run with eval.questions=0. Leave"]),
         ("aqn=linear steps=1 aqn.stages=1", ["keeps stage 1 clean. Type aqn.reading=equation."]),
         ("aqn=linear aqn.stages=1", ["aqn.stages=1", "Type aqn.stages=2, or aqn.reading=equation."]),
         ("differs_in=[seed]", ["Leave differs_in out"]),
@@ -114,6 +116,14 @@ def test_a_bad_command_line(line, parts, capsys, tmp_path):
     for part in parts:
         assert part in message
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", [
+    "eval.questions=0 eval.every=2 eval.temperature=0.3 eval.top_p=0.9",  # of the evaluations during training
+    "aqn=off aqn.norms=[input_layernorm]",  # a model without the usual norms is refused until it is typed
+])  # fmt: skip
+def test_a_word_that_acts_is_no_word_without_effect(line):
+    make_plan(line.split(), multirun=False)
 
 
 @pytest.mark.parametrize(
