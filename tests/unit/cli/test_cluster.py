@@ -2,7 +2,11 @@
 
 import pickle
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -53,6 +57,28 @@ def test_flags_are_one_text_with_and_without_quotes_and_those_of_sbatch(typed: s
 def test_a_job_asks_slurm_for_what_it_uses_unless_the_flags_do(device: str, flags: str, needs: dict[str, int]) -> None:
     configs = [RunConfig(device=device, gpus=gpus, cpu_threads=2 * gpus) for gpus in (1, 2)]
     assert cluster.resources_to_request(configs, cluster.parse_sbatch_flags(flags)) == needs
+
+
+@pytest.mark.parametrize(("jobs", "share", "gpus"), [(8, 2, 0.5), (2, 4, 0.5), (1, 2, 1.0), (2, 1, 1.0)])
+def test_a_job_asks_ray_for_the_part_of_a_gpu_that_it_counts_on(
+    monkeypatch: pytest.MonkeyPatch, jobs: int, share: int, gpus: float
+) -> None:
+    """A job sizes its micro-batches for as many jobs on its GPU as may run at once."""
+    asked = dict[str, float]()
+
+    def remote(**needs: float) -> Callable[..., SimpleNamespace]:
+        asked.update(needs)
+        return lambda call: SimpleNamespace(remote=lambda job: "")
+
+    ray = SimpleNamespace(
+        init=lambda **_: None, shutdown=lambda: None, cluster_resources=lambda: {"GPU": 8.0}, remote=remote,
+        get=lambda reference: reference,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", cast(ModuleType, ray))
+    cfg = RunConfig(launcher="ray", jobs=jobs, jobs_per_gpu=share)
+    with cluster.submit_to_ray([SweepJob(cfg, Path("run"), Typed("the command"), Path("stop"))]) as futures:
+        assert futures[0].result() == ""
+    assert asked["num_gpus"] == gpus
 
 
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
