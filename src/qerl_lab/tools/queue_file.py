@@ -246,14 +246,15 @@ def key_of(config: RunConfig) -> str:
 def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
     """Estimate a run's seconds from benchmarks (step_*.json in `folder`), as if all completions had full length.
 
-    Uses the most tokens per second measured for the run's model on one GPU; None if there is no measurement. The
-    measured steps had completions of 1,024 or 2,048 tokens, so a run with longer completions takes longer.
+    Uses the most tokens per second measured for the run's model on one GPU; None if there is no measurement. Arms that
+    died have none. The measured steps had completions of 1,024 or 2,048 tokens, so a run with longer completions takes
+    longer.
     """
     rows: list[dict[str, Any]] = []
     for file in sorted(folder.glob("step_*.json")):
         rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
     of_model = [row for row in rows if _letters(row["model"]) == _letters(config.model.name) and row["gpus"] == 1]
-    speeds = [row["tokens_per_second"] for row in of_model if not row["baseline"]]
+    speeds = [row["tokens_per_second"] for row in of_model if not row["baseline"] and "died" not in row]
     tokens = config.steps * config.completions_per_step * config.rollout.max_completion_tokens
     return tokens / max(speeds) if speeds else None
 

@@ -1,5 +1,6 @@
 """QUEUE.yaml as runs, and what a ledger leaves of them."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -172,6 +173,18 @@ def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: py
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
     assert len(other.rows) == 1
     assert other.seconds(other.runs[1]) > 3600  # from results/bench
+
+
+def test_an_arm_that_died_says_nothing_of_the_hours(queue: Queue, tmp_path: Path) -> None:
+    config = queue.runs[0].config
+    arm = {"model": config.model.name, "baseline": False, "gpus": 1}
+    died = arm | {"died": "OutOfMemoryError: CUDA out of memory"}
+    file = tmp_path / "step_pocket.json"
+    file.write_text(json.dumps({"rows": [died]}))
+    assert queue_file.estimate_from_bench(config, tmp_path) is None
+    file.write_text(json.dumps({"rows": [died, arm | {"tokens_per_second": 64.0}]}))
+    tokens = config.steps * config.completions_per_step * config.rollout.max_completion_tokens
+    assert queue_file.estimate_from_bench(config, tmp_path) == tokens / 64
 
 
 @pytest.mark.parametrize(("minutes", "at_once", "lines", "said"), [
