@@ -90,15 +90,8 @@ def run(options: AccuracyOptions) -> None:
     with Unfinished(out, identity, options.overwrite) as unfinished:
         # A dense base is asked once: its own engine is the common one.
         for engine in (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,):
-            with ExitStack() as loaded:
-                evaluated = chosen
-                if engine == COMMON:
-                    evaluated = loaded.enter_context(subject.dequantized_subject(chosen))
-                learner = subject.load_policy(evaluated)
-                sampler = loaded.enter_context(closing(rollout.build(evaluated.cfg, learner)))
-                started = time.time()
-                too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, learner, sampler, unfinished)
-                seconds += time.time() - started
+            too_long, seconds_of_engine = ask_engine(chosen, tasks, identity, engine, unfinished)
+            seconds += seconds_of_engine
         write_results(options, chosen, tasks, identity, too_long, seconds, unfinished)
     print_results(out, "is evaluated")
 
@@ -128,6 +121,23 @@ def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Seque
         "questions": options.questions, "seed": cfg.seed, "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
         "samplings": {sampling: samples if cfg.eval.temperature else dict.fromkeys(samples, 1)},
     } | ({} if options.grading == BY_TASK else {"grading": options.grading})  # fmt: skip
+
+
+def ask_engine(
+    chosen: Subject, tasks: Sequence[Task], identity: Mapping[str, Any], engine: str, unfinished: Unfinished
+) -> tuple[dict[str, int], float]:
+    """Load the engine OWN or COMMON of `chosen` and let it answer (see `answer_missing_parts`).
+
+    Returns the questions left out and the seconds of answering. A function of its own, so that the first policy and
+    engine are freed before the second are built.
+    """
+    with ExitStack() as loaded:
+        evaluated = chosen if engine == OWN else loaded.enter_context(subject.dequantized_subject(chosen))
+        learner = subject.load_policy(evaluated)
+        sampler = loaded.enter_context(closing(rollout.build(evaluated.cfg, learner)))
+        started = time.time()
+        too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, learner, sampler, unfinished)
+        return too_long, time.time() - started
 
 
 def answer_missing_parts(

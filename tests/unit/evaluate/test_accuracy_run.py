@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,21 @@ def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, bui
     assert 0 < (packed - dense).abs().max() < 0.05
     assert (dense - base).abs().max() > 0.5, "the adapter acts"
     assert not Path(common.cfg.model.path).exists(), "the copy is gone"
+
+
+def test_two_engines_are_never_in_memory_together(run_dir, tmp_path, monkeypatch) -> None:
+    """The packed base is built twice: for its own engine, and to be dequantized for the common one."""
+    built, alive, build = list[weakref.ref[torch.nn.Module]](), list[int](), policy.build
+
+    def build_and_count(cfg: RunConfig, device: torch.device) -> policy.Policy:
+        alive.append(sum(model() is not None for model in built))
+        made = build(cfg, device)
+        built.append(weakref.ref(made.model))
+        return made
+
+    monkeypatch.setattr(policy, "build", build_and_count)
+    assert go(f"run={run_dir}", "questions=2", "samples=1", "common=true", f"out={tmp_path / 'out'}") == 0
+    assert alive == [0, 0, 0]
 
 
 def lose_a_matrix(copy: Path) -> None:
