@@ -5,6 +5,7 @@ record of each. `collect` merges packed records into the results beside QUEUE.ya
 QUEUE.yaml. If a machine is lost, only its current runs are lost: runs missing from the ledger are planned again.
 """
 
+import itertools
 import json
 import os
 import shlex
@@ -103,9 +104,10 @@ def plan(options: PlanOptions) -> None:
         """Return the hours that `runs` take, `at_once` of them at a time."""
         return sum(map(queue.seconds, runs)) / at_once / 3600
 
-    for part in _chosen_parts(queue, options):
-        runs = [planned for planned in queue.runs if planned.part is part]
-        left = [planned for planned in all_left if planned.part is part]
+    parts = _chosen_parts(queue, options)
+    for part in parts:
+        runs = [planned for planned in queue.runs if planned.part_in(parts) is part]
+        left = [planned for planned in all_left if planned.part_in(parts) is part]
         done = sum(queue.is_done(planned.key) for planned in runs)
         minutes = queue.seconds(runs[0]) / 60 if runs else 0
         rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours(left):.1f}"])
@@ -156,7 +158,7 @@ def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
 def _next_runs(queue: Queue, options: PlanOptions) -> list[Planned]:
     """Return the runs of the chosen parts that are not done and not failed twice, in the order of the queue."""
     chosen = _chosen_parts(queue, options)
-    return [planned for planned in queue.left() if planned.part in chosen]
+    return [planned for planned in queue.left() if planned.part_in(chosen)]
 
 
 def run(options: RunOptions) -> None:
@@ -243,7 +245,7 @@ class Machine:
         trained = time.time()
         self._write_row(planned, run, max(trained - start, earlier), 0)
         self.pack(planned)
-        if run.status == DONE and planned.part.after:
+        if run.status == DONE and planned.after:
 
             def evaluate(number: int, line: str) -> bool:  # a finished evaluation only prints its table
                 """Wait `number` * STAGGER_SECONDS, run the evaluate command `line`, and return whether it succeeded."""
@@ -252,8 +254,8 @@ class Machine:
                 arguments = ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words]
                 return self._call(planned, arguments, visible) == OK
 
-            with ThreadPoolExecutor(len(planned.part.after)) as side_by_side:  # an engine mostly waits for its host
-                evaluated = sum(side_by_side.map(evaluate, range(len(planned.part.after)), planned.part.after))
+            with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
+                evaluated = sum(side_by_side.map(evaluate, range(len(planned.after)), planned.after))
             self._write_row(planned, run, time.time() - trained + max(trained - start, earlier), evaluated)
             self.pack(planned)
         return True
@@ -316,7 +318,7 @@ class Machine:
             "commit": self.options.commit or where.get("git_sha", "unknown"),
             "preregistration": self.queue.preregistration_hash(),
             "adapter_sha256": " ".join(map(sha256, sorted(trained))),  # with lora=full of the model
-            "evaluations": f"{evaluated} of {len(planned.part.after)}", "words": shlex.join(planned.words),
+            "evaluations": f"{evaluated} of {len(planned.after)}", "words": shlex.join(planned.words),
         }  # fmt: skip
         replace_file(run.path / ROW, json.dumps(row, indent=1).encode())
         shutil.copy(self._console_file(planned), run.path / "queue.txt")
@@ -345,8 +347,7 @@ def collect(options: CollectOptions) -> None:
     queue, runs = read(Path(options.queue)), Path(options.runs)
     make_directory(runs, f"runs={runs}")
     rows = {(row["run"], row["start"]): row for row in queue.rows}
-    into = {part.name: queue.folder / part.into for part in queue.parts}
-    new: dict[str, Path] = {}  # run -> folder of its results
+    new = dict[str, list[Path]]()  # run -> folders of its results
     files = list[Path]()
     for pack in map(Path, options.packs):
         files += sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack]
@@ -370,9 +371,9 @@ def collect(options: CollectOptions) -> None:
             packed.extractall(runs, filter="data")
         rows[attempt] = row
         if row["state"] == DONE:
-            new[row["run"]] = into[row["part"]]
-    for folder in dict.fromkeys(new.values()):
-        _merge(folder, [runs / run for run in new if new[run] == folder])
+            new[row["run"]] = [queue.folder / part.into for part in queue.parts_of(row)]
+    for folder in dict.fromkeys(itertools.chain(*new.values())):
+        _merge(folder, [runs / run for run in new if folder in new[run]])
     write_ledger(queue.folder, list(rows.values()))
     print(f"{len(rows) - len(queue.rows)} new rows in {format_path(queue.folder)}/ledger.csv")
 

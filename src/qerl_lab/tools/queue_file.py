@@ -14,7 +14,9 @@ QUEUE.yaml, in a folder of results:
                                                       # if left out, the folder of QUEUE.yaml
         preregistered: false                          # may run while PREREGISTRATION.md is incomplete; true if left out
 
-Runs of preregistered parts record the hash of `claims.yaml` if that file lies beside QUEUE.yaml.
+Runs of preregistered parts record the hash of `claims.yaml` if that file lies beside QUEUE.yaml. A run that several
+parts list is made once, at its first place. It gets the evaluations of all these parts, and its results go to the
+folder of each.
 """
 
 import csv
@@ -67,13 +69,30 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run of the queue. `key` is its name on every machine; `words` are its overrides for the main command."""
+    """A run of the queue. `key` is its name on every machine; `words` are its overrides for the main command.
+
+    `parts` are the parts that list the run, in the order of the file; either all of them are preregistered or none.
+    """
 
     key: str
-    part: Part
+    parts: Sequence[Part]
     seed: int
     words: tuple[str, ...]
     config: RunConfig
+
+    @property
+    def part(self) -> Part:
+        """Return the first part that lists the run; the ledger names this one."""
+        return self.parts[0]
+
+    @property
+    def after(self) -> list[str]:
+        """Return the evaluate commands of all parts that list the run, each once."""
+        return list(dict.fromkeys(line for part in self.parts for line in part.after))
+
+    def part_in(self, chosen: Sequence[Part]) -> Part | None:
+        """Return the first of the `chosen` parts that lists the run; None if none does."""
+        return next((part for part in chosen if part in self.parts), None)
 
 
 @dataclass(frozen=True)
@@ -110,7 +129,7 @@ class Queue:
         QUEUE.yaml. Other ledger rows do not count, because their runs had other settings, such as another scale.
         """
         made = {run.key: run for run in self.runs}
-        own, wanted = planned.config, f" of {len(planned.part.after)}"
+        own, wanted = planned.config, f" of {len(planned.after)}"
         whole = [row for row in self.rows if row["state"] == DONE and not missing_evaluations(row)]
         done = [row for row in whole if row["run"] in made]
         alike = [row for row in done if row["evaluations"].endswith(wanted)] or done
@@ -125,6 +144,14 @@ class Queue:
                 return statistics.median(taken)
         return estimate_from_bench(own) or self.seconds_at_first
 
+    def parts_of(self, row: Row) -> Sequence[Part]:
+        """Return the parts that a ledger row belongs to: those that list its run, else the part that it names.
+
+        Empty if the part is no longer in the queue either.
+        """
+        listing = [part for run in self.runs if run.key == row["run"] for part in run.parts]
+        return listing or [part for part in self.parts if part.name == row["part"]]
+
     def preregistration_hash(self) -> str:
         """Return the first 12 hex digits of the SHA-256 of PREREGISTRATION.md; empty if the file is missing."""
         file = self.folder / PREREGISTRATION
@@ -135,9 +162,9 @@ class Queue:
 
         Compares the hash in each row with the hash of the present file.
         """
-        counting = {part.name for part in self.parts if part.preregistered}
         now = self.preregistration_hash()
-        return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
+        other = [row for row in self.rows if row["preregistration"] != now]
+        return [row for row in other if any(part.preregistered for part in self.parts_of(row))]
 
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
         """Raise ConfigError if one of `runs` is preregistered, and PREREGISTRATION.md is missing or has `PILOT:`."""
@@ -160,6 +187,9 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
         content = check_fields(yaml.safe_load(path.read_text(encoding="utf-8")), OF_FILE, OPTIONAL_OF_FILE, "the file")
         parts = [_parse_part(values) for values in content["parts"]]
         seconds = parse_number(content.get("seconds", 600), "the file: seconds", 0)
+        names = [part.name for part in parts]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two parts have the name {twice[0]}; give each its own")
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is not there. Type the path of a file such as results/qwen1_5b/queue.yaml."
@@ -178,7 +208,14 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     with terminal.Amount("composing the runs", len(parts), unit="part") as bar:  # takes ten seconds for 300 runs
         for part in parts:
             for run in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
-                runs.setdefault(run.key, run)  # an earlier part already makes it
+                known = runs.setdefault(run.key, run)
+                if known.part.preregistered != part.preregistered:
+                    raise ConfigError(
+                        f"{path}: parts {known.part.name} and {part.name} both list {run.key}, and only one of them is "
+                        "preregistered. Give one part other seeds or lines."
+                    )
+                if part not in known.parts:
+                    runs[run.key] = replace(known, parts=[*known.parts, part])
             bar.advance(1)
     return Queue(folder, parts, list(runs.values()), read_ledger(folder), seconds)
 
@@ -220,7 +257,7 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
             raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):
             config, of_seed = replace(job.config, seed=seed), tuple(join_overrides(job.overrides, [f"seed={seed}"]))
-            found.append(Planned(key_of(config), part, seed, of_seed, config))
+            found.append(Planned(key_of(config), [part], seed, of_seed, config))
     return sorted(found, key=lambda run: run.seed)
 
 

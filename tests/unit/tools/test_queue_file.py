@@ -76,6 +76,39 @@ def test_a_failed_run_is_planned_once_more(queue: Queue, states: tuple[str, ...]
     assert (queue.runs[0] in with_rows(queue, *attempts).left()) == is_left
 
 
+SHARED = """
+words: [scale=pocket]
+parts:
+  - {name: formats, lines: ["+experiment=bf16"], seeds: [0, 1], after: ["entropy", "accuracy"]}
+  - {name: schedules, lines: ["+experiment=bf16"], seeds: [1, 2], after: ["accuracy", "kl"], into: ../other}
+"""
+
+
+def test_a_run_that_two_parts_list_is_made_once_and_evaluated_for_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "queue.yaml").write_text(SHARED)
+    queue = queue_file.read(tmp_path / "queue.yaml")
+    assert [(one.seed, one.part.name, one.after) for one in queue.runs] == [
+        (0, "formats", ["entropy", "accuracy"]),
+        (1, "formats", ["entropy", "accuracy", "kl"]),
+        (2, "schedules", ["accuracy", "kl"]),
+    ]
+    row = {"run": queue.runs[1].key, "part": "formats"}
+    assert [part.into for part in queue.parts_of(row)] == ["", "../other"]
+    plan(PlanOptions(str(tmp_path / "queue.yaml"), minutes=60, parts=["schedules"]))
+    printed = capsys.readouterr().out
+    assert "schedules  2     0     2" in printed
+    assert [line[-1] for line in printed.splitlines() if line.startswith("python")] == ["1", "2"]
+
+
+def test_a_run_of_a_pilot_and_of_a_preregistered_part_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "queue.yaml").write_text(SHARED.replace("into: ../other", "preregistered: false"))
+    said = "parts formats and schedules both list bf16-seed1-.*, and only one of them is preregistered"
+    with pytest.raises(ConfigError, match=said):
+        queue_file.read(tmp_path / "queue.yaml")
+
+
 def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queue) -> None:
     rows = [{"run": one.key, "part": one.part.name, "preregistration": "0" * 12} for one in queue.runs[:2]]
     assert [row["part"] for row in replace(queue, rows=rows).of_another_preregistration()] == ["formats"]
@@ -152,7 +185,7 @@ def test_the_queue_of_qwen_composes() -> None:
 
 def test_hours_are_of_the_arm_else_of_the_experiment_and_of_as_many_evaluations(queue: Queue) -> None:
     """Runs 1 to 6 are bf16 and nvfp4 at 1e-3, two seeds, then bf16 at 1e-2. All rows but one have an evaluation."""
-    queue = replace(queue, runs=[replace(one, part=replace(one.part, after=("accuracy",))) for one in queue.runs])
+    queue = replace(queue, runs=[replace(one, parts=[replace(one.part, after=("accuracy",))]) for one in queue.runs])
     rows = [(1, DONE, "10", "1 of 1"), (2, DONE, "20", "1 of 1"), (5, DONE, "40", "1 of 1"), (0, DONE, "90", "0 of 0")]
     for known, expected in (
         (rows, {3: 10, 4: 20, 6: 40}),  # of the other seed
@@ -222,6 +255,7 @@ def test_a_part_that_the_queue_lacks_is_refused(part: str, hint: str, queue: Que
     ("parts: [{name: a, lines: [x], seeds: 3}]", "part a: seeds=3 is no list of whole numbers"),
     ("parts: [{name: a, lines: [x], seeds: []}]", "part a: seeds is empty; allowed: at least one entry"),
     ("parts: [{name: a, lines: [x], preregistered: 1}]", "part a: preregistered=1 is no true or false"),
+    ("parts: [{name: a, lines: [x]}, {name: a, lines: [y]}]", "two parts have the name a; give each its own"),
     ("parts: [{name: a, lines: ['run_dir=\"x']}]", "No closing quotation. Close the quotes."),
 ])  # fmt: skip
 def test_a_field_of_a_wrong_kind_is_refused_with_what_to_write(text: str, said: str, tmp_path: Path) -> None:
