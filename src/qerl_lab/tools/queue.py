@@ -157,8 +157,13 @@ def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
 
 def _next_runs(queue: Queue, options: PlanOptions) -> list[Planned]:
     """Return the runs of the chosen parts that are not done and not failed twice, in the order of the queue."""
-    chosen = _chosen_parts(queue, options)
-    return [planned for planned in queue.left() if planned.part_in(chosen)]
+    return _chosen_runs(queue.left(), queue, options)
+
+
+def _chosen_runs(runs: Sequence[Planned], queue: Queue, options: PlanOptions) -> list[Planned]:
+    """Return those of `runs` that a part in `options.parts` lists. Raises ConfigError for a wrong name of a part."""
+    parts = _chosen_parts(queue, options)
+    return [planned for planned in runs if planned.part_in(parts)]
 
 
 def run(options: RunOptions) -> None:
@@ -174,7 +179,8 @@ def run(options: RunOptions) -> None:
     queue.refuse_unregistered(waiting)
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())
-    to_make = [planned for planned in queue.runs if queue.is_done(planned.key) and machine.lacks_evaluations(planned)]
+    done = [planned for planned in _chosen_runs(queue.runs, queue, options) if queue.is_done(planned.key)]
+    to_make = [planned for planned in done if machine.lacks_evaluations(planned)]
     for planned in waiting:
         if (machine.run_folder(planned) / ROW).exists() and not machine.lacks_evaluations(planned):
             machine.pack(planned)  # again, because its pack may have been lost

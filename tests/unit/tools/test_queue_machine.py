@@ -1,11 +1,12 @@
-"""Runs of a queue on a machine: the GPU that each sees, and the packs of a run whose evaluations came late."""
+"""Runs of a queue on a machine, and what is collected of them: failures, late evaluations, bad packs."""
 
-import csv
+import itertools
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.tools import queue as command
 from qerl_lab.tools.queue import CollectOptions, Machine, RunOptions, collect, run
-from qerl_lab.tools.queue_file import Planned, write_ledger
+from qerl_lab.tools.queue_file import DONE, FAILED, Planned, read_ledger, write_ledger
 
 
 @pytest.mark.parametrize(("gpus", "seen", "expected"), [
@@ -52,54 +53,110 @@ parts:
 
 
 class Calls:
-    """Stands in for the processes of a machine: a training run ends, an evaluation ends unless the time is up."""
+    """Stands in for the processes of a machine: a training run ends, an evaluation ends unless the time is up.
+
+    The next trainings end as `endings` says: done, failed, or stopped before it began. Later ones are done.
+    """
 
     def __init__(self, cfg: RunConfig) -> None:
-        self.cfg, self.has_time, self.made = cfg, False, list[str]()
+        self.cfg, self.has_time, self.made, self.endings = cfg, False, list[str](), list[str]()
 
     def __call__(self, machine: Machine, one: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         folder = machine.run_folder(one)
         self.made.append(words[1])
         if words[1] == "qerl_lab":
             directory = RunDirectory(folder)
-            directory.claim(self.cfg, Typed("python -m qerl_lab"))
+            if not directory.is_claimed:
+                directory.claim(self.cfg, Typed("python -m qerl_lab"))
+            folder.with_suffix(".txt").touch()
+            ending = self.endings.pop(0) if self.endings else DONE
+            if ending == "stopped":
+                return None
             directory.begin()
             directory.write_environment({})
+            if ending == FAILED:
+                directory.fail("CUDA error")
+                return 1
             directory.finish({"seconds": 3.0})
-            folder.with_suffix(".txt").touch()
             return 0
         (folder / "evaluations" / ("one" if self.has_time else "one.partial")).mkdir(parents=True)
         return 0 if self.has_time else None
 
 
-def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(
-    tmp_path: Path, tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, merged = Calls(tiny()), list[Path]()
+@dataclass
+class Lab:
+    """A queue's folder, and a machine with stand-ins for its processes. `merged` has what `collect` merged."""
+
+    folder: Path
+    calls: Calls
+    merged: list[tuple[str, str]]  # folder of the results, run
+
+    def run(self, pack: str, *parts: str) -> None:
+        """Make what is left on the machine, and pack it into the folder `pack`."""
+        folder = self.folder
+        queue, runs = str(folder / "queue.yaml"), str(folder / "machine")
+        run(RunOptions(queue=queue, runs=runs, pack=str(folder / pack), parts=list(parts)))
+
+    def rows(self) -> list[dict[str, str]]:
+        """The rows in the run directories of the machine."""
+        return [json.loads(file.read_text()) for file in sorted(self.folder.glob("machine/*/queue.json"))]
+
+    def collect(self, *packs: str) -> list[tuple[str, str]]:
+        """Collect folders of packs or packs; return state and evaluations of the rows in the ledger."""
+        there = [str(self.folder / pack) for pack in packs]
+        collect(CollectOptions(queue=str(self.folder / "queue.yaml"), packs=there, runs=str(self.folder / "here")))
+        return self.ledger()
+
+    def ledger(self) -> list[tuple[str, str]]:
+        return [(row["state"], row["evaluations"]) for row in read_ledger(self.folder)]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> Lab:
+    calls, merged = Calls(tiny()), list[tuple[str, str]]()
     monkeypatch.setattr(Machine, "_call", lambda *given: calls(*given))
-    monkeypatch.setattr(command, "_merge", lambda folder, found: merged.extend(found))
+    monkeypatch.setattr(
+        command, "_merge", lambda folder, found: merged.extend((folder.name, run.name) for run in found)
+    )
+    monkeypatch.setattr(time, "time", itertools.count(time.time(), 60).__next__)  # two attempts, two minutes
+    monkeypatch.setattr(command, "STAGGER_SECONDS", 0.0)
     (tmp_path / "queue.yaml").write_text(QUEUE)
+    return Lab(tmp_path, calls, merged)
 
-    def on_machine(pack: str) -> dict[str, str]:
-        run(RunOptions(queue=str(tmp_path / "queue.yaml"), runs=str(tmp_path / "machine"), pack=str(tmp_path / pack)))
-        (row,) = [json.loads(file.read_text()) for file in tmp_path.glob("machine/*/queue.json")]
-        return row
 
-    def ledger(*packs: str) -> list[tuple[str, str]]:
-        there = [str(tmp_path / pack) for pack in packs]
-        collect(CollectOptions(queue=str(tmp_path / "queue.yaml"), packs=there, runs=str(tmp_path / "here")))
-        with (tmp_path / "ledger.csv").open() as file:
-            return [(row["state"], row["evaluations"]) for row in csv.DictReader(file)]
+def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(lab: Lab) -> None:
+    lab.run("first")
+    assert lab.rows()[0]["evaluations"] == "0 of 1"
+    assert lab.collect("first") == [("done", "0 of 1")]
+    ((_, key),) = lab.merged
+    assert not list((lab.folder / "here" / key / "evaluations").iterdir())
+    lab.calls.has_time = True
+    lab.run("second")  # by a later call on the same machine
+    assert lab.rows()[0]["evaluations"] == "1 of 1"
+    write_ledger(lab.folder, [])
+    lab.run("third")  # packs it again
+    assert lab.calls.made == ["qerl_lab", "qerl_lab.evaluate", "qerl_lab.evaluate"]
+    assert lab.collect("first", "third", "second") == [("done", "1 of 1")]
+    assert lab.collect("first") == [("done", "1 of 1")]
+    assert {run.rpartition("-")[0] for _, run in lab.merged} == {"bf16-seed0"}
+    assert (lab.folder / "here" / key / "evaluations" / "one").is_dir()
 
-    assert on_machine("first")["evaluations"] == "0 of 1"
-    assert ledger("first") == [("done", "0 of 1")]
-    assert not list((tmp_path / "here" / merged[0].name / "evaluations").iterdir())
-    calls.has_time = True
-    assert on_machine("second")["evaluations"] == "1 of 1"  # by a later call on the same machine
-    write_ledger(tmp_path, [])
-    on_machine("third")  # packs it again
-    assert calls.made == ["qerl_lab", "qerl_lab.evaluate", "qerl_lab.evaluate"]
-    assert ledger("first", "third", "second") == [("done", "1 of 1")]
-    assert ledger("first") == [("done", "1 of 1")]
-    assert {path.name.rpartition("-")[0] for path in merged} == {"bf16-seed0"}
-    assert (tmp_path / "here" / merged[0].name / "evaluations" / "one").is_dir()
+
+def test_evaluations_of_parts_that_were_not_typed_wait(lab: Lab) -> None:
+    other = '  - {name: other, lines: ["+experiment=nvfp4"], seeds: [0], preregistered: false}\n'
+    (lab.folder / "queue.yaml").write_text(QUEUE + other)
+    lab.run("first", "formats")
+    lab.collect("first")
+    lab.run("second", "other")
+    assert lab.calls.made == ["qerl_lab", "qerl_lab.evaluate", "qerl_lab"]
+    lab.calls.has_time = True
+    lab.run("third", "formats")
+    assert lab.calls.made[3:] == ["qerl_lab.evaluate"]
+
+
+def test_results_go_to_the_folders_of_all_parts_that_list_a_run(lab: Lab) -> None:
+    other = QUEUE.partition("parts:")[2].replace("formats", "other").replace("after", "into: other, after")
+    (lab.folder / "queue.yaml").write_text(QUEUE + other.strip("\n"))
+    lab.run("first")
+    lab.collect("first")
+    assert [folder for folder, _ in lab.merged] == [lab.folder.name, "other"]
