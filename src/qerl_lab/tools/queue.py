@@ -5,6 +5,8 @@ record of each. `collect` merges packed records into the results beside QUEUE.ya
 QUEUE.yaml. If a machine is lost, only its current runs are lost: runs missing from the ledger are planned again.
 """
 
+import gzip
+import io
 import itertools
 import json
 import os
@@ -14,7 +16,9 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +32,7 @@ with exits.starting(__name__):
 
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.cli.scheduler import GpuPool
-    from qerl_lab.config.message import with_noun
+    from qerl_lab.config.message import in_one_line, with_noun
     from qerl_lab.config.option import ConfigError, did_you_mean, option
     from qerl_lab.config.paths import WEIGHTS, sha256
     from qerl_lab.record.directory import RunDirectory
@@ -36,6 +40,7 @@ with exits.starting(__name__):
     from qerl_lab.system.exits import OK, USAGE
     from qerl_lab.system.terminal import columns, format_path
     from qerl_lab.tools.queue_file import (
+        COLUMNS,
         DONE,
         FAILED,
         PREREGISTRATION,
@@ -53,6 +58,7 @@ with exits.starting(__name__):
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
 LEFT_THERE = ("checkpoints", "adapter", "model", "curves.png")  # too large to transfer, or redrawn by the report
+DAMAGED = (ValueError, EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError)  # how reading a bad pack ends
 STAGGER_SECONDS = 30.0  # between the starts of runs on one GPU: engines that start at once compete for its memory
 START_SECONDS = 60.0  # start no run with less time left, because an engine needs about as long to start
 GRACE_SECONDS = 60.0  # for a stopped run to save
@@ -347,41 +353,75 @@ def collect(options: CollectOptions) -> None:
     """Unpack packed records into `options.runs`, and merge new runs into results and ledger beside QUEUE.yaml.
 
     A run that is done in the ledger is left out, unless the pack is of the same attempt with more evaluations. The
-    ledger is written last, so that the same command continues after a stop. Raises ConfigError if the queue file or a
-    pack is missing or invalid.
+    ledger is written last, so that the same command continues after a stop. Raises ConfigError if the queue file is
+    invalid or a pack is missing. Raises ValueError after all others are collected if a pack is damaged or is of a part
+    that the queue lacks.
     """
     queue, runs = read(Path(options.queue)), Path(options.runs)
     make_directory(runs, f"runs={runs}")
     rows = {(row["run"], row["start"]): row for row in queue.rows}
     new = dict[str, list[Path]]()  # run -> folders of its results
-    files = list[Path]()
+    files, bad = list[Path](), list[Path]()
     for pack in map(Path, options.packs):
         files += sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack]
     if missing := [file for file in files if not file.exists()]:
         raise ConfigError(f"{missing[0]} is not there. Type packs=[FILE.tar.gz] or packs=[DIR].")
     for file in files:
-        with tarfile.open(file) as packed:
-            names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
-            if len(names) != 1 or (found := packed.extractfile(names[0])) is None:
-                raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type a file that `run` packed.")
-            row: Row = json.load(found)
-            attempt = row["run"], row["start"]
-            is_done = any(other["run"] == row["run"] and other["state"] == DONE for other in rows.values())
-            if attempt in rows and missing_evaluations(row) >= missing_evaluations(rows[attempt]):
-                print(f"{row['run']}: already collected")
+        try:
+            data, row = _read_pack(file)
+            folders = [queue.folder / part.into for part in queue.parts_of(row)]
+            if reason := _reason_to_leave(row, rows):
+                print(f"{row['run']}: {reason}")
                 continue
-            if attempt not in rows and is_done:
-                print(f"{row['run']}: made twice; this second run is left out, because the first counts")
-                continue
-            shutil.rmtree(runs / row["run"], ignore_errors=True)
-            packed.extractall(runs, filter="data")
-        rows[attempt] = row
+            if row["state"] == DONE and not folders:
+                raise ConfigError(f"the queue has no part {row['part']}. Put it back to collect this pack.")
+            _unpack(data, row["run"], runs)
+        except DAMAGED as error:
+            print(f"{file} is left out: {in_one_line(error)}")
+            bad.append(file)
+            continue
+        rows[row["run"], row["start"]] = row
         if row["state"] == DONE:
-            new[row["run"]] = [queue.folder / part.into for part in queue.parts_of(row)]
+            new[row["run"]] = folders
     for folder in dict.fromkeys(itertools.chain(*new.values())):
         _merge(folder, [runs / run for run in new if folder in new[run]])
     write_ledger(queue.folder, list(rows.values()))
     print(f"{len(rows) - len(queue.rows)} new rows in {format_path(queue.folder)}/ledger.csv")
+    if bad:
+        raise ValueError(f"{with_noun(len(bad), 'pack')} left out, see above: {', '.join(map(str, bad))}")
+
+
+def _read_pack(file: Path) -> tuple[bytes, Row]:
+    """Read a packed record whole; return it as a tar file, with its row of the ledger.
+
+    Raises one of DAMAGED if `file` is no whole record.
+    """
+    data = gzip.decompress(file.read_bytes())
+    with tarfile.open(fileobj=io.BytesIO(data)) as packed:
+        names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
+        found = packed.extractfile(names[0]) if len(names) == 1 else None
+        row = json.load(found) if found else {}
+    if row.keys() != {*COLUMNS} or names != [f"{row['run']}/{ROW}"]:
+        raise ConfigError(f"it is no packed record, for it has no {ROW} of its run. Type a file that `run` packed.")
+    return data, row
+
+
+def _unpack(data: bytes, run: str, runs: Path) -> None:
+    """Replace the directory of `run` in `runs` by that in the tar file `data`. Raises one of DAMAGED if that fails."""
+    with tempfile.TemporaryDirectory(dir=runs) as fresh, tarfile.open(fileobj=io.BytesIO(data)) as packed:
+        packed.extractall(fresh, filter="data")
+        shutil.rmtree(runs / run, ignore_errors=True)
+        (Path(fresh) / run).rename(runs / run)
+
+
+def _reason_to_leave(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
+    """Return why the pack with this row changes nothing in the ledger's `rows` (by run and start); empty if it does."""
+    known = rows.get((row["run"], row["start"]))
+    if known and missing_evaluations(row) >= missing_evaluations(known):
+        return "already collected"
+    if not known and any(other["run"] == row["run"] and other["state"] == DONE for other in rows.values()):
+        return "made twice; this second run is left out, because the first counts"
+    return ""
 
 
 def _merge(folder: Path, run_dirs: Sequence[Path]) -> None:

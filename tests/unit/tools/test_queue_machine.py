@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -160,3 +161,32 @@ def test_results_go_to_the_folders_of_all_parts_that_list_a_run(lab: Lab) -> Non
     lab.run("first")
     lab.collect("first")
     assert [folder for folder, _ in lab.merged] == [lab.folder.name, "other"]
+
+
+def test_a_part_may_be_renamed_before_its_packs_are_collected(lab: Lab) -> None:
+    lab.run("first")
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("formats", "renamed"))
+    assert lab.collect("first") == [("done", "0 of 1")]
+    assert len(lab.merged) == 1
+
+
+def test_bad_packs_are_left_out_and_the_others_collected(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.run("packs")
+    (whole,) = (lab.folder / "packs").iterdir()
+    data, (row,) = whole.read_bytes(), lab.rows()
+    (lab.folder / "packs" / "0-half.tar.gz").write_bytes(data[: len(data) // 2])
+    (lab.folder / "packs" / "1-text.tar.gz").write_text("no archive")
+    (lab.folder / "packs" / "2-flipped.tar.gz").write_bytes(data[:-6] + b"??" + data[-4:])
+    for name, changes in (("3-other", {"run": "../other"}), ("4-gone", {"run": "gone", "part": "gone"})):
+        (folder := lab.folder / "odd" / name).mkdir(parents=True)
+        (folder / "queue.json").write_text(json.dumps(row | changes))
+        with tarfile.open(lab.folder / "packs" / f"{name}.tar.gz", "w:gz") as packed:
+            packed.add(folder, changes["run"].removeprefix("../"))
+    with pytest.raises(ValueError, match=r"5 packs left out, see above: .*0-half"):
+        lab.collect("packs")
+    said = capsys.readouterr().out
+    assert "1-text.tar.gz is left out: Not a gzipped file" in said
+    assert "3-other.tar.gz is left out: it is no packed record" in said
+    assert "4-gone.tar.gz is left out: the queue has no part gone. Put it back to collect this pack." in said
+    assert lab.ledger() == [("done", "0 of 1")]
+    assert [path.name for path in (lab.folder / "here").iterdir()] == [row["run"]]
