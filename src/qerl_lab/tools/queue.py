@@ -37,7 +37,7 @@ with exits.starting(__name__):
     from qerl_lab.config.paths import WEIGHTS, sha256
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.system.disk import make_directory, replace_file
-    from qerl_lab.system.exits import OK, USAGE
+    from qerl_lab.system.exits import FAILURE, OK, USAGE
     from qerl_lab.system.terminal import columns, format_path
     from qerl_lab.tools.queue_file import (
         COLUMNS,
@@ -188,7 +188,7 @@ def run(options: RunOptions) -> None:
     done = [planned for planned in _chosen_runs(queue.runs, queue, options) if queue.is_done(planned.key)]
     to_make = [planned for planned in done if machine.lacks_evaluations(planned)]
     for planned in waiting:
-        if (machine.run_folder(planned) / ROW).exists() and not machine.lacks_evaluations(planned):
+        if machine.is_whole(planned):
             machine.pack(planned)  # again, because its pack may have been lost
         else:
             to_make.append(planned)
@@ -220,11 +220,35 @@ class Machine:
         """Return the directory of a run on this machine."""
         return Path(self.options.runs).absolute() / planned.key
 
-    def lacks_evaluations(self, planned: Planned) -> bool:
-        """Tell whether an earlier command finished the run's training here, but not all of its evaluations."""
+    def _last_row(self, planned: Planned) -> Row | None:
+        """Return the row that an earlier command wrote when the run's training ended here; None if none did."""
         file = self.run_folder(planned) / ROW
-        row = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        return row is not None and row["state"] == DONE and missing_evaluations(row) > 0
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+    def _row(self, planned: Planned) -> Row | None:
+        """Return the row of the last attempt that ended here; None if there is none, or if it was continued since."""
+        row = self._last_row(planned)
+        return row if row and row["state"] == RunDirectory(self.run_folder(planned)).status else None
+
+    def lacks_evaluations(self, planned: Planned) -> bool:
+        """Tell whether the run's training is done here, but not all of its evaluations.
+
+        False if the ledger has the run from another attempt, because this attempt does not count then.
+        """
+        row = self._row(planned)
+        if row is None or row["state"] != DONE or (self.queue.is_done(planned.key) and not self.queue.has(row)):
+            return False
+        return missing_evaluations(row) > 0
+
+    def is_whole(self, planned: Planned) -> bool:
+        """Tell whether the run ended here, and only its collection is missing.
+
+        False for a failure that the ledger already has: the run is planned once more then.
+        """
+        row = self._row(planned)
+        if row is None or self.lacks_evaluations(planned):
+            return False
+        return row["state"] == DONE or not self.queue.has(row)
 
     def make(self, planned: Planned, number: int) -> bool:
         """Wait for a free place on a GPU, then train and evaluate a run there (see `make_on`).
@@ -249,13 +273,13 @@ class Machine:
         if now > self.until - START_SECONDS or not (fits or run.is_claimed):
             return False
         start = time.time()
-        if run.status != DONE:
-            self._train_run(planned, run, visible)
-        if run.status not in (DONE, FAILED):
+        code = OK if run.status == DONE else self._train_run(planned, run, visible)
+        failed = run.status == FAILED and code in (FAILURE, USAGE)  # else FAILED may be of the attempt before
+        if run.status != DONE and not failed:
             return False
         earlier = run.result().get("seconds", 0.0)  # of all sessions of the run
         trained = time.time()
-        self._write_row(planned, run, max(trained - start, earlier), 0)
+        self._write_row(planned, run, start, max(trained - start, earlier), 0)
         self.pack(planned)
         if run.status == DONE and planned.after:
 
@@ -268,12 +292,13 @@ class Machine:
 
             with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
                 evaluated = sum(side_by_side.map(evaluate, range(len(planned.after)), planned.after))
-            self._write_row(planned, run, time.time() - trained + max(trained - start, earlier), evaluated)
+            seconds = time.time() - trained + max(trained - start, earlier)
+            self._write_row(planned, run, start, seconds, evaluated)
             self.pack(planned)
         return True
 
-    def _train_run(self, planned: Planned, run: RunDirectory, visible: Mapping[str, str]) -> None:
-        """Start a run with the main command, or resume it; return when the run ends or the time is up.
+    def _train_run(self, planned: Planned, run: RunDirectory, visible: Mapping[str, str]) -> int | None:
+        """Start a run with the main command, or resume it. Returns the exit code, or None if the time is up.
 
         Raises ConfigError if the command refuses the overrides of a new run.
         """
@@ -287,6 +312,7 @@ class Machine:
         if code == USAGE and not run.is_claimed:
             said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'the command printed nothing'}")
+        return code
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         """Run Python with arguments `words` and environment variables `visible`; append its output to the console file.
@@ -311,21 +337,26 @@ class Machine:
         """Return the file for the output of a run's commands: KEY.txt, beside the run's directory."""
         return self.run_folder(planned).with_suffix(".txt")
 
-    def _write_row(self, planned: Planned, run: RunDirectory, seconds: float, evaluated: int) -> None:
+    def _write_row(self, planned: Planned, run: RunDirectory, now: float, seconds: float, evaluated: int) -> None:
         """Write the run's row of the ledger into its directory, and copy the console file there.
 
-        `seconds` is the time taken, `evaluated` the number of finished evaluations. Drops the texts of completions from
-        the evaluations' files.
+        `now` is the start of this attempt if it goes on after a failure, in Unix seconds; `seconds` is the time taken,
+        `evaluated` the number of finished evaluations. Drops the texts of completions from the evaluations' files.
         """
         for file in run.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
         where: dict[str, Any] = run.environment()
+        start = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
+        if (before := self._last_row(planned)) is None:
+            start = where.get("time", start)
+        elif before["state"] == DONE:
+            start = before["start"]
         trained = [file for file in (run.adapter / WEIGHTS, *run.model.glob("*.safetensors")) if file.exists()]
         row = {
             "run": planned.key, "seed": str(planned.seed), "part": planned.part.name, "state": run.status,
             "host": where.get("host", os.uname().nodename),
             "card": " ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in where.get("gpus", [])) or "none",
-            "start": where.get("time", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
+            "start": start,
             "seconds": f"{seconds:.0f}",
             "commit": self.options.commit or where.get("git_sha", "unknown"),
             "preregistration": self.queue.preregistration_hash(),
@@ -416,10 +447,15 @@ def _unpack(data: bytes, run: str, runs: Path) -> None:
 
 def _reason_to_leave(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
     """Return why the pack with this row changes nothing in the ledger's `rows` (by run and start); empty if it does."""
+
+    def worth(row: Row) -> tuple[bool, int]:
+        """Order the packs of one attempt: done after failed, then more evaluations after fewer."""
+        return row["state"] == DONE, -missing_evaluations(row)
+
     known = rows.get((row["run"], row["start"]))
-    if known and missing_evaluations(row) >= missing_evaluations(known):
+    if known and worth(row) <= worth(known):
         return "already collected"
-    if not known and any(other["run"] == row["run"] and other["state"] == DONE for other in rows.values()):
+    if any(other["run"] == row["run"] and other["state"] == DONE and other is not known for other in rows.values()):
         return "made twice; this second run is left out, because the first counts"
     return ""
 

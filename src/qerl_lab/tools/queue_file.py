@@ -112,6 +112,10 @@ class Queue:
         """Tell whether the ledger has a finished run with this key."""
         return any(row["run"] == key and row["state"] == DONE for row in self.rows)
 
+    def has(self, row: Row) -> bool:
+        """Tell whether the ledger has the attempt of `row`, ended in the same state."""
+        return any(all(other[name] == row[name] for name in ("run", "start", "state")) for other in self.rows)
+
     def failures(self, key: str) -> int:
         """Count the failed attempts at the run with this key in the ledger."""
         return sum(row["run"] == key and row["state"] == FAILED for row in self.rows)

@@ -143,6 +143,49 @@ def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(lab: Lab)
     assert (lab.folder / "here" / key / "evaluations" / "one").is_dir()
 
 
+@pytest.mark.parametrize("second", [DONE, FAILED])
+def test_a_run_that_failed_is_tried_once_more_where_it_failed(lab: Lab, second: str) -> None:
+    lab.calls.endings, lab.calls.has_time = [FAILED, "stopped", second], True
+    lab.run("first")
+    lab.run("again")  # the failure is not collected, and its pack may be lost
+    assert lab.calls.made == ["qerl_lab"]
+    assert lab.collect("again") == [("failed", "0 of 1")]
+    lab.run("stopped")
+    assert [row["state"] for row in lab.rows()] == [FAILED], "FAILED is still there, and no second failure"
+    lab.run("second")
+    evaluations = "1 of 1" if second == DONE else "0 of 1"
+    assert lab.collect("first", "second") == [("failed", "0 of 1"), (second, evaluations)]
+    assert len(lab.merged) == (second == DONE)
+    lab.run("third")
+    assert lab.calls.made.count("qerl_lab") == 3
+    assert not list((lab.folder / "third").iterdir())
+
+
+def test_a_failed_run_that_was_continued_by_hand_is_collected(lab: Lab) -> None:
+    lab.calls.endings = [FAILED]
+    lab.run("first")
+    lab.collect("first")
+    (folder,) = (path.parent for path in lab.folder.glob("machine/*/FAILED"))
+    directory = RunDirectory(folder)
+    directory.begin()
+    directory.finish({"seconds": 9.0})
+    lab.run("second")
+    assert lab.calls.made == ["qerl_lab", "qerl_lab.evaluate"]
+    assert lab.collect("second") == [("failed", "0 of 1"), ("done", "0 of 1")]
+
+
+def test_of_one_attempt_the_pack_that_is_done_counts(lab: Lab) -> None:
+    lab.run("done")
+    (row,) = lab.rows()
+    write_ledger(lab.folder, [row | {"state": FAILED}])
+    assert lab.collect("done") == [("done", "0 of 1")]
+    assert len(lab.merged) == 1
+    (lab.folder / "machine" / row["run"] / "queue.json").write_text(json.dumps(row | {"state": FAILED}))
+    lab.run("failed")  # nothing is left to make
+    assert lab.collect("done") == [("done", "0 of 1")]
+    assert len(lab.merged) == 1
+
+
 def test_evaluations_of_parts_that_were_not_typed_wait(lab: Lab) -> None:
     other = '  - {name: other, lines: ["+experiment=nvfp4"], seeds: [0], preregistered: false}\n'
     (lab.folder / "queue.yaml").write_text(QUEUE + other)
@@ -153,6 +196,15 @@ def test_evaluations_of_parts_that_were_not_typed_wait(lab: Lab) -> None:
     lab.calls.has_time = True
     lab.run("third", "formats")
     assert lab.calls.made[3:] == ["qerl_lab.evaluate"]
+
+
+def test_a_run_of_which_another_attempt_counts_is_not_evaluated(lab: Lab) -> None:
+    lab.run("first")
+    write_ledger(lab.folder, [row | {"start": "on another machine"} for row in lab.rows()])
+    lab.run("second")
+    assert lab.calls.made == ["qerl_lab", "qerl_lab.evaluate"]
+    lab.collect("first")
+    assert [row["start"] for row in read_ledger(lab.folder)] == ["on another machine"]
 
 
 def test_results_go_to_the_folders_of_all_parts_that_list_a_run(lab: Lab) -> None:
