@@ -341,7 +341,8 @@ class Machine:
         """Write the run's row of the ledger into its directory, and copy the console file there.
 
         `now` is the start of this attempt if it goes on after a failure, in Unix seconds; `seconds` is the time taken,
-        `evaluated` the number of finished evaluations. Drops the texts of completions from the evaluations' files.
+        `evaluated` the number of evaluations that this command finished. Drops the texts of completions from the
+        evaluations' files.
         """
         for file in run.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
@@ -351,6 +352,7 @@ class Machine:
             start = where.get("time", start)
         elif before["state"] == DONE:
             start = before["start"]
+            evaluated = max(evaluated, int(before["evaluations"].partition(" of ")[0]))  # of an earlier command too
         trained = [file for file in (run.adapter / WEIGHTS, *run.model.glob("*.safetensors")) if file.exists()]
         row = {
             "run": planned.key, "seed": str(planned.seed), "part": planned.part.name, "state": run.status,

@@ -80,7 +80,7 @@ class Calls:
                 return 1
             directory.finish({"seconds": 3.0})
             return 0
-        (folder / "evaluations" / ("one" if self.has_time else "one.partial")).mkdir(parents=True)
+        (folder / "evaluations" / ("one" if self.has_time else "one.partial")).mkdir(parents=True, exist_ok=True)
         return 0 if self.has_time else None
 
 
@@ -184,6 +184,15 @@ def test_of_one_attempt_the_pack_that_is_done_counts(lab: Lab) -> None:
     lab.run("failed")  # nothing is left to make
     assert lab.collect("done") == [("done", "0 of 1")]
     assert len(lab.merged) == 1
+
+
+def test_a_finished_evaluation_is_not_forgotten_when_the_next_command_is_stopped(lab: Lab) -> None:
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("after: [", "after: [entropy, "))
+    lab.run("first")
+    (file,) = lab.folder.glob("machine/*/queue.json")
+    file.write_text(json.dumps(lab.rows()[0] | {"evaluations": "1 of 2"}))
+    lab.run("second")
+    assert [row["evaluations"] for row in lab.rows()] == ["1 of 2"]
 
 
 def test_evaluations_of_parts_that_were_not_typed_wait(lab: Lab) -> None:
