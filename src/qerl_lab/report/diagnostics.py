@@ -12,7 +12,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from scipy import stats as distributions
 
 from qerl_lab.report import palette, stats, verdict_tables
 from qerl_lab.report.claims import Claim
@@ -90,13 +89,16 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     axis.set(title="Initial entropy and gain of a run", xlabel="policy entropy, first tenth of the steps (nats)",
              ylabel="gain in held-out accuracy")  # fmt: skip
     add_panel_legend(axis)
-    within = table[["entropy", "gain"]] - table.groupby("arm")[["entropy", "gain"]].transform("mean")
+    by_arm = table.groupby("arm")[["entropy", "gain"]]
+    within = table[["entropy", "gain"]] - by_arm.transform("mean")
     sentences = []
-    for what, points in ((f"all {len(table)} runs", table), ("runs minus the mean of their arm", within)):
+    for what, points, means in (
+        (f"all {len(table)} runs", table, 1),
+        ("runs minus the mean of their arm", within, by_arm.ngroups),
+    ):
         if points["entropy"].std() > stats.NO_WIDTH and points["gain"].std() > stats.NO_WIDTH:
-            found = distributions.pearsonr(points["entropy"], points["gain"])
-            low, high = found.confidence_interval()  # by Fisher's z
-            sentences.append(f"Correlation over {what}: {found.statistic:+.2f} [{low:+.2f}, {high:+.2f}].")
+            found, low, high = stats.correlation(points["entropy"], points["gain"], means)
+            sentences.append(f"Correlation over {what}: {found:+.2f} [{low:+.2f}, {high:+.2f}].")
     return figure, " ".join(sentences)
 
 

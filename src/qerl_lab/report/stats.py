@@ -163,6 +163,22 @@ def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
     return numbers[index] if index < len(numbers) else None
 
 
+def correlation(x: pd.Series, y: pd.Series, means: int) -> Interval:
+    """Return Pearson's correlation of two equally long series that vary, with its 95% interval by Fisher's z.
+
+    `means` is the number of means that were subtracted from the points: 1 for the mean of all points, which the
+    correlation subtracts itself, or the number of groups if each group has lost its own mean. Each mean takes a degree
+    of freedom. If none is left, the interval is -1 to 1.
+    """
+    found, free = float(stats.pearsonr(x, y).statistic), len(x) - means - 2
+    if free < 1:
+        return found, -1.0, 1.0
+    with np.errstate(divide="ignore"):  # of a correlation of 1
+        center = np.arctanh(found)
+    half = stats.norm.ppf(0.975) / np.sqrt(free)
+    return found, float(np.tanh(center - half)), float(np.tanh(center + half))
+
+
 def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
     """Return the mean of shares in [0, 1] with its 95% interval; each share is one question's mean over `samples`.
 

@@ -1,5 +1,7 @@
 """Effects, pass@k, entropy against gain, entropy retained and collapse, by hand."""
 
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +76,20 @@ def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Co
         lines = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
         assert [line.get_color() for line in lines] == [palette.FORMATS[label] for label in labels]
     assert said == ""  # all runs begin at one entropy here
+
+
+def test_a_correlation_within_arms_loses_a_point_for_the_mean_of_each_arm(found: Comparison) -> None:
+    arms = {
+        arm: [replace(run, summary=run.summary | {"entropy_first": 0.3 + run.seed**2 / 100}) for run in runs]
+        for arm, runs in found.arms.items()
+    }
+    drawn = diagnostics.draw_gains(replace(found, arms=arms))
+    assert drawn is not None
+    over_all, within = drawn[1].rstrip(".").split(". ")
+    for said, free in ((over_all, 6 - 3), (within, 6 - 2 - 2)):  # six runs; two arms
+        value, low, high = (float(number) for number in re.findall(r"[+-]\d\.\d\d", said))
+        half = 1.96 / math.sqrt(free)
+        assert (low, high) == pytest.approx([math.tanh(math.atanh(value) + sign * half) for sign in (-1, 1)], abs=0.02)
 
 
 def test_effects_have_a_panel_per_claim_and_the_papers_values_beside(found: Comparison) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import binomtest, ttest_rel
+from scipy.stats import binomtest, pearsonr, ttest_rel
 
 from qerl_lab.report import stats
 from qerl_lab.report.stats import (
@@ -162,3 +162,21 @@ def test_equal_differences_are_no_proof() -> None:
 def test_seeds_that_differ_by_rounding_alone_have_no_effect_size() -> None:
     assert np.isnan(stats.effect_size(np.array([0.3 - 0.2, 0.4 - 0.3, 0.7 - 0.6])))
     assert stats.effect_size(np.array([0.1, 0.2, 0.3])) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("arms", "seeds"), [(10, 2), (4, 5)])
+def test_a_correlation_within_arms_covers_the_truth_as_often_as_it_says(arms: int, seeds: int) -> None:
+    draw, repeats, missed = np.random.default_rng(0), 1000, 0
+    for _ in range(repeats):  # no correlation
+        x, y = (values - values.mean(1, keepdims=True) for values in draw.normal(size=(2, arms, seeds)))
+        _, low, high = stats.correlation(pd.Series(x.ravel()), pd.Series(y.ravel()), arms)
+        missed += not low <= 0 <= high
+    assert missed / repeats < 0.05 + 3 * math.sqrt(0.05 * 0.95 / repeats)
+
+
+def test_a_correlation_over_all_runs_has_the_usual_interval() -> None:
+    x, y = (pd.Series(values) for values in np.random.default_rng(0).normal(size=(2, 8)))
+    usual = pearsonr(x, y).confidence_interval()
+    assert stats.correlation(x, y, 1) == pytest.approx((pearsonr(x, y).statistic, *usual))
+    assert stats.correlation(x, x, 1) == pytest.approx((1, 1, 1))
+    assert stats.correlation(x, y, 6)[1:] == (-1, 1)  # eight runs in six arms
