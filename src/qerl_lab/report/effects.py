@@ -6,7 +6,7 @@ Pure: nothing is read or written.
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,18 +29,27 @@ class NoRuns(Unmeasured):
 class Side:
     """One side of a contrast, the treated or the control arm, with its newest finished run of each seed.
 
-    `options` maps each value of the claim's `spanned_key` to the runs with this value. Without a spanned key it has one
-    entry. `finished` and `started` are numbers of runs.
+    `options` maps each value of the claim's `spanned_key` to the runs with this value; without a spanned key it has one
+    entry. `begun` maps such values to the number of runs that were started.
     """
 
     options: Mapping[str, Sequence[Run]]
-    finished: int
-    started: int
+    begun: Mapping[str, int]
 
     @property
     def runs(self) -> list[Run]:
         """Return the runs at all values of the spanned key."""
         return [run for runs in self.options.values() for run in runs]
+
+    @property
+    def finished(self) -> int:
+        """Return the number of finished runs."""
+        return len(self.runs)
+
+    @property
+    def started(self) -> int:
+        """Return the number of started runs, finished or not."""
+        return sum(self.begun.values())
 
     @property
     def seeds(self) -> set[int]:
@@ -105,12 +114,13 @@ def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
 def _group_into_sides(claim: Claim, started: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
     """Group the runs of one arm of a contrast into sides, by their `_split_settings`; unfinished runs are counted."""
     options: dict[tuple[Arm, Arm], dict[str, list[Run]]] = {}
+    begun: dict[tuple[Arm, Arm], Counter[str]] = {}
     for run in started:
+        split, value = _split_settings(claim, run), run.value(claim.spanned_key) if claim.spanned_key else ""
+        begun.setdefault(split, Counter())[value] += 1
         if run.is_finished:
-            value = run.value(claim.spanned_key) if claim.spanned_key else ""
-            options.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
-    begun = Counter(_split_settings(claim, run) for run in started)
-    return {split: Side(own, sum(map(len, own.values())), begun[split]) for split, own in options.items()}
+            options.setdefault(split, {}).setdefault(value, []).append(run)
+    return {split: Side(own, begun[split]) for split, own in options.items()}
 
 
 def _with_shared_options(claim: Claim, treated: Side, control: Side) -> tuple[Side, Side]:
@@ -120,7 +130,8 @@ def _with_shared_options(claim: Claim, treated: Side, control: Side) -> tuple[Si
         return treated, control
 
     def limited(side: Side) -> Side:
-        return replace(side, options={value: runs for value, runs in side.options.items() if value in shared})
+        options = {value: runs for value, runs in side.options.items() if value in shared}
+        return Side(options, {value: side.begun[value] for value in options})
 
     return limited(treated), limited(control)
 

@@ -220,6 +220,27 @@ def test_collapsed_runs_are_counted_with_fishers_test() -> None:
     assert collapses(judge(records[5:], records[5:], [claim])) == []
 
 
+def test_runs_are_counted_at_the_values_that_both_arms_have() -> None:
+    """The treated arm alone has rate 3, where every run falls; the control's runs fall at rate 2."""
+    (claim,) = (claim for claim in CLAIMS if claim.name == "rank_insensitivity")
+    contrast, rise, fall = claim.contrasts[0], [0.1, 0.2, 0.4, 0.8], [0.1, 0.8, 0.4, 0.3]
+    records = [
+        replace(
+            record({**settings, "optim.learning_rate": rate}, seed, 0.3),
+            steps=pd.DataFrame({"reward/answer": fall if rate == falls else rise}, index=range(1, 5)),
+        )
+        for settings, rates, falls in ((contrast.treated_settings, "123", "3"), (contrast.control_settings, "12", "2"))
+        for rate in rates
+        for seed in range(5)
+    ]
+    failed = [replace(run, seed=5, status="failed") for run in records if run.seed == 0]  # one more at each rate
+    own = replace(claim, contrasts=(contrast,), mean_over="optim.learning_rate")
+    (row,) = judge(records, [*records, *failed], [own])
+    assert (row.finished, row.started, row.collapsed) == ((10, 10), (12, 12), (0, 5))
+    p = comb(10, 5) / comb(20, 5)  # all five of one arm, and the same of the other
+    assert collapses([row])[1:] == [[claim.name, contrast.name, "0 of 10", "5 of 10", f"{2 * p:.3f}"]]
+
+
 def row_of_own_claim(old: str, new: str) -> dict[str, Any]:
     """The row of CLAIMS_FILE with a text replaced, judged on the runs."""
     Path("claims.yaml").write_text(CLAIMS_FILE.replace(old, new))
