@@ -83,8 +83,8 @@ def measured(result: Result) -> pd.DataFrame:
     """Return the measured rows of a benchmark, with two ratios of tokens/s to a baseline: `of_bf16` and `of_qlora`.
 
     A row and its baseline agree in the columns `ALIKE`. In rollouts and steps the baselines are the stock arms: vLLM or
-    TRL as they are. In train_step they are the lab's BF16 and bitsandbytes. Arms that died have no rows; the table is
-    empty if every arm died. Raises KeyError for a benchmark that is not in `ALIKE`.
+    TRL as they are (`mark_baseline`). In train_step they are the lab's BF16 and bitsandbytes. Arms that died have no
+    rows; the table is empty if every arm died. Raises KeyError for a benchmark that is not in `ALIKE`.
     """
     kind = result["benchmark"]
     rows = pd.DataFrame([row for row in result["steps" if "steps" in result else "rows"] if "died" not in row])
@@ -94,8 +94,17 @@ def measured(result: Result) -> pd.DataFrame:
         rows = rows[rows["loss"] == "chunked"]
     bases = {base: rows["arm"].str.match(rf"{base}(_stock|_trl|$)") for base in ("bf16", "qlora")}
     if kind != "train_step":
-        bases = {base: is_base & rows["baseline"] for base, is_base in bases.items()}
+        bases = {base: mark_baseline(rows["arm"], is_base & rows["baseline"]) for base, is_base in bases.items()}
     return with_ratios(rows, "tokens_per_second", ALIKE[kind], bases)
+
+
+def mark_baseline(arms: pd.Series, may_be: pd.Series) -> pd.Series:
+    """Mark the rows of the one arm that is the baseline, among the rows that `may_be`.
+
+    It is the arm without overrides (KEY=VALUE after its name), or if there is none the first.
+    """
+    chosen = min(arms[may_be], key=lambda arm: "=" in arm, default=None)  # the first of equals
+    return may_be & (arms == chosen)
 
 
 def with_ratios(

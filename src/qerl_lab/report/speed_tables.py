@@ -114,9 +114,10 @@ def _sizes(rows: pd.DataFrame) -> pd.DataFrame:
     """
     same = dict.fromkeys(("weights", "format", "baseline", "benchmark", "model", "gpu", "commit"), "last")
     sizes = rows.groupby(["arm", "rank"], sort=False).agg(same | {"peak": "max"}).reset_index()
+    is_bf16 = bench.mark_baseline(sizes["arm"], (sizes["format"] == "bf16") & sizes["baseline"])
     if sizes["rank"].nunique() > 1:
         sizes["arm"] += ", rank " + sizes["rank"].astype(str)
-    return with_ratios(sizes, "weights", ["model"], {"bf16": (sizes["format"] == "bf16") & sizes["baseline"]})
+    return with_ratios(sizes, "weights", ["model"], {"bf16": is_bf16})
 
 
 def _paper_rows(*metrics: str) -> pd.DataFrame:

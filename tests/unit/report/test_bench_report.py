@@ -45,6 +45,20 @@ def test_ratios_are_of_the_same_batch_and_rank() -> None:
     assert ratios["of_qlora"].isna().sum() == 2  # QLoRA was not measured at rank 64
 
 
+def test_the_baseline_is_the_stock_arm_without_overrides() -> None:
+    eager, stock = row("bf16_stock enforce_eager=true", 50.0, baseline=True), row("bf16_stock", 100.0)
+    for baselines, of_bf16 in (([eager, stock], 1.5), ([stock, eager], 1.5), ([eager], 3.0)):
+        ratios = bench.measured(rollouts([*baselines, row("nvfp4", 150.0)])).set_index("arm")["of_bf16"]
+        assert ratios["nvfp4"] == of_bf16
+
+
+def test_without_its_baseline_at_a_rank_an_arm_has_no_ratio_there() -> None:
+    """Not that to the stock arm with overrides, which would mix two baselines in one column."""
+    eager = row("bf16_stock enforce_eager=true", 50.0, rank=64, baseline=True)
+    rows = [row("bf16_stock", 100.0), eager, row("nvfp4", 150.0, rank=64)]
+    assert bench.measured(rollouts(rows)).set_index("arm")["of_bf16"].dropna().to_dict() == {"bf16_stock": 1.0}
+
+
 def test_the_table_has_a_line_an_arm_and_batch_and_the_dead() -> None:
     dead = {"arm": "mxfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB", "log": "a\nb"}
     lines = bench.text(rollouts([*several(), dead])).splitlines()

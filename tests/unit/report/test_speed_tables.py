@@ -143,6 +143,13 @@ def test_training_steps_of_processes_are_in_the_table_of_memory(tmp_path: Path) 
     assert note.endswith("; qlora, rank 32, died: OutOfMemoryError: 3 GiB; it has 5 of 6 requested rows.")
 
 
+def test_weights_are_compared_with_those_of_stock_bf16_without_overrides(tmp_path: Path) -> None:
+    result = rollouts()
+    other = result["rows"][0] | {"arm": "bf16_stock quantization=fp8", "weights_gib": 7.0}
+    speed = made(tmp_path, result | {"rows": [other, *result["rows"]]})
+    assert cells(speed, 2, "qwen2.5-7b, nvfp4", "nvfp4")["of BF16"] == f"{5 / 14:.2f}"
+
+
 def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
     result = rollouts()
     result["rows"][1] = {"arm": "nvfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB"}
