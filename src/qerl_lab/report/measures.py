@@ -138,7 +138,7 @@ def _half_rise_steps(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
 
 MEASURES: dict[str, Measure] = {
     "entropy_first": Measure(
-        "nats", "policy entropy, mean over the first tenth of the steps, in which AQN adds no noise",
+        "nats", "policy entropy, mean over the first tenth of the steps",
         _per_run(lambda run: run.summary["entropy_first"]),
     ),
     "answers_mean": Measure(
