@@ -15,6 +15,7 @@ from qerl_lab.report.runs import FINISHED, Run
 from qerl_lab.report.verdicts import Row, Verdict, judge
 
 BY_NAME = {claim.name: claim for claim in of_paper()}
+RATES = ("0.001", "0.002", "0.003")  # learning rates of a claim with best_of
 SETTINGS = {"optim.learning_rate": "0.001", "eval.samples": "2", "lora.rank": "32", "task.answer_reward": "1.0"}
 
 
@@ -29,16 +30,19 @@ def record(settings: Mapping[str, str], seed: int, entropy: float, accuracy_Q: n
 
 
 def arms(claim: Claim, effects: Mapping[str, float], seeds: int, sd: float, draw: np.random.Generator) -> list[Run]:
-    """Return runs of every contrast's arms. Arms share a random part of each seed, which pairing removes.
+    """Return runs of every contrast's arms, for `best_of` at each of `RATES`, which are equally good.
 
-    `effects` are by arm name, 0 by default; `sd` is the standard deviation of the part that is not shared.
+    Arms share a random part of each seed, which pairing removes. `effects` are by arm name, 0 by default; `sd` is the
+    standard deviation of the part that is not shared.
     """
     settings = {c.treated: c.treated_settings for c in claim.contrasts}
     settings |= {c.control: c.control_settings for c in claim.contrasts}
-    shared = draw.normal(0, 0.05, seeds)
+    shared, rates = draw.normal(0, 0.05, seeds), RATES if claim.best_of else RATES[:1]
     return [
-        record(own, seed, 0.3 + shared[seed] + effects.get(name, 0.0) + draw.normal(0, sd))
-        for name, own in settings.items() for seed in range(seeds)
+        record(
+            {**own, "optim.learning_rate": rate}, seed, 0.3 + shared[seed] + effects.get(name, 0.0) + draw.normal(0, sd)
+        )
+        for name, own in settings.items() for seed in range(seeds) for rate in rates
     ]  # fmt: skip
 
 
@@ -68,6 +72,7 @@ def verdicts(claim: Claim, records: list[Run]) -> list[Row]:
 
 
 SCALAR = replace(BY_NAME["initial_entropy"], guardrail=None)
+BEST = replace(SCALAR, contrasts=SCALAR.contrasts[:1], best_of="optim.learning_rate")
 EQUAL = replace(BY_NAME["rank_insensitivity"], measure="entropy_first", smallest=0.02)
 GRADED = replace(BY_NAME["final_accuracy"], guardrail=None, smallest=0.05)
 HELD_OUT = Graded(questions=256, samples=2, seed_sd=0.01, effect_sd=0.1)
@@ -80,10 +85,11 @@ def shown(kind: str, effect: float, repeats: int, sd: float = NOISY) -> list[set
     """Return the verdicts of the contrasts of each repetition.
 
     Every treated arm has `effect`. "scalar" and "equal" have three contrasts of five seeds with standard deviation `sd`
-    (smallest effect 0.02); "graded" has one, with `HELD_OUT` and five seeds (smallest effect 0.05).
+    (smallest effect 0.02), "best" one of these, each arm at its best of `RATES`; "graded" has one, with `HELD_OUT` and
+    five seeds (smallest effect 0.05).
     """
     draw, found = np.random.default_rng(0), []
-    claim = {"scalar": SCALAR, "equal": EQUAL, "graded": GRADED}[kind]
+    claim = {"scalar": SCALAR, "best": BEST, "equal": EQUAL, "graded": GRADED}[kind]
     treated = {contrast.treated: effect for contrast in claim.contrasts}
     for _ in range(repeats):
         made = HELD_OUT.arms(claim, effect, 5, draw) if kind == "graded" else arms(claim, treated, 5, sd, draw)
@@ -94,7 +100,8 @@ def shown(kind: str, effect: float, repeats: int, sd: float = NOISY) -> list[set
 CASES = (
     ("scalar", 0, NOISY), ("scalar", 0.02, NOISY), ("scalar", 0, QUIET), ("scalar", 0.02, QUIET),
     ("equal", 0, NOISY), ("equal", 0.02, NOISY), ("equal", 0, QUIET), ("equal", 0.04, QUIET),
-    ("graded", 0, 0), ("graded", 0.05, 0), ("graded", 0.08, 0),
+    ("graded", 0, 0), ("graded", 0.05, 0), ("graded", 0.08, 0), ("best", 0, NOISY), ("best", 0.02, NOISY),
+    ("best", 0, QUIET), ("best", 0.02, QUIET),
 )  # fmt: skip
 
 if __name__ == "__main__":

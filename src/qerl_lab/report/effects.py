@@ -151,10 +151,13 @@ class Range(NamedTuple):
     """Lower and upper bounds of measured values [seeds, questions].
 
     The two are equal unless a value is censored: only its lower bound is then known, and the upper bound is infinite.
+    `without` is there if the seeds' values depend on each other, as with `best_of`: in the row of a seed the mean lower
+    bounds of the other seeds, measured again without this seed.
     """
 
     low: Values
     high: Values
+    without: Values | None = None
 
 
 class PValues(NamedTuple):
@@ -185,6 +188,7 @@ class Numbers:
     oriented: np.ndarray  # [seeds, questions], the effect or its lower bound, positive where the claim holds
     at_most: np.ndarray  # the upper bound of the same effect
     variances: tuple[float, float]  # of seeds' means (`verdicts.pool_variances` raises it), and of questions
+    jackknife: float  # least variance of seeds' means: above 0 if seeds depend on each other (`best_of`)
     effect_size: float
     probability_of_improvement: float
     guardrail: str  # `HELD`, `BROKEN` or `OPEN`; empty without one
@@ -200,11 +204,13 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     Raises Unmeasured for too few shared seeds, questions or values of the spanned key, and if runs lack the measure.
     """
     treated_values, control_values = pair.treated.options.keys(), pair.control.options.keys()  # of the spanned key
-    seeds = sorted(pair.treated.seeds & pair.control.seeds)
+    seeds, needed = sorted(pair.treated.seeds & pair.control.seeds), claim.file.seeds
+    if claim.best_of:  # if one seed is left out, each of the others still needs one that chooses for it
+        needed = max(needed, INTERVAL_SEEDS)
     if claim.mean_over and len(treated_values & control_values) < 2:
         raise Unmeasured(f"the arms share no two values of {claim.mean_over} to take the mean over")
-    if len(seeds) < min(claim.file.seeds, INTERVAL_SEEDS):
-        raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {claim.file.seeds} that are needed")
+    if len(seeds) < min(needed, INTERVAL_SEEDS):
+        raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {needed} that are needed")
     if claim.best_of and min(len(treated_values), len(control_values)) < 2:
         raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")
     treated = _measure_side(claim, claim.measure, pair.treated, pair.control.runs, seeds)
@@ -221,24 +227,39 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     oriented, at_most = (least, most) if sign > 0 else (-most, -least)
     censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
     known = low - base_low  # takes censored values at their lower bound
+    of_treated, of_control, of_effect = _jackknife(treated, control, shared)
     return Numbers(
         seeds=len(seeds), questions=len(shared), censored=censored,
-        treated=_interval(claim, low, low, high),
-        control=_interval(claim, base_low, base_low, base_high),
-        effect=_interval(claim, known, least, most),
+        treated=_interval(claim, low, low, high, of_treated),
+        control=_interval(claim, base_low, base_low, base_high, of_control),
+        effect=_interval(claim, known, least, most, of_effect),
         oriented=oriented, at_most=at_most, variances=stats.variance_components(known, floored=True),
+        jackknife=of_effect,
         effect_size=math.nan if censored else stats.effect_size(oriented.mean(1)),
         probability_of_improvement=stats.probability_of_improvement(sign * low.mean(1), sign * base_low.mean(1)),
         guardrail=_test_guardrail(claim, pair, seeds),
     )  # fmt: skip
 
 
-def _interval(claim: Claim, known: np.ndarray, least: np.ndarray, most: np.ndarray) -> stats.Interval:
+def _jackknife(treated: Range, control: Range, questions: Sequence[str]) -> tuple[float, float, float]:
+    """Return the least variances of seeds' means over `questions`: of treated, control and their difference.
+
+    They come from `Range.without`, and are 0 without it.
+    """
+    if treated.without is None or control.without is None:
+        return 0.0, 0.0, 0.0
+    treated_S, control_S = (side[questions].to_numpy(float).mean(1) for side in (treated.without, control.without))
+    return stats.jackknife(treated_S), stats.jackknife(control_S), stats.jackknife(treated_S - control_S)
+
+
+def _interval(
+    claim: Claim, known: np.ndarray, least: np.ndarray, most: np.ndarray, variance: float
+) -> stats.Interval:  # fmt: skip
     """Return (mean, low, high) of `known`[seeds, questions]; low or high is infinite if a bound `least` or `most` is.
 
-    For a ratio `known` holds logarithms, and the result holds factors.
+    For a ratio `known` holds logarithms, and the result holds factors. `variance` is the least of seeds' means.
     """
-    mean, low, high = stats.over_seeds(known)
+    mean, low, high = stats.over_seeds(known, least=variance)
     low = low if np.isfinite(least).all() else -math.inf
     high = high if np.isfinite(most).all() else math.inf
     if not claim.is_ratio:
@@ -253,8 +274,9 @@ def _measure_side(
 
     `controls` are the runs of the control side, which some measures need. If the side has several values of the spanned
     key, `mean_over` takes the mean over these values. `best_of` takes for each seed the value that was best over the
-    other seeds: no seed chooses for itself, so an arm cannot win by the luck that chose its value. Best is always by
-    `claim.measure`, even if `measure` is the guardrail's.
+    other seeds: no seed chooses for itself, so an arm cannot win by the luck that chose its value. Two seeds share most
+    of the seeds that choose for them, so `without` of the result is given. Best is always by `claim.measure`, even if
+    `measure` is the guardrail's.
     """
 
     def measure_option(measure: str, runs: Sequence[Run]) -> Range:
@@ -272,16 +294,30 @@ def _measure_side(
             sum(option.low[columns] for option in options) / count,
             sum(option.high[columns] for option in options) / count,
         )
-    chosen = dict.fromkeys(seeds, options[0])
+    chosen, without = dict.fromkeys(seeds, options[0]), None
     if len(options) > 1:
         sign, ranked = claim.direction or 1, [measure_option(claim.measure, runs) for runs in side.options.values()]
-        better = [sign * option.low.mean(axis=1) for option in ranked]
-        for seed in seeds:
-            chosen[seed] = options[int(np.argmax([option.drop(seed).mean() for option in better]))]
+        better = [sign * option.low.mean(axis=1).to_numpy() for option in ranked]
+        lows = np.array([option.low[columns].to_numpy(float) for option in options])  # [options, seeds, questions]
+
+        def choose(places: Sequence[int]) -> list[int]:
+            """Return for each of these seeds, given by place, the number of the option that is best over the others."""
+            return [int(np.argmax([scores[rest].mean() for scores in better])) for rest in _without_each(places)]
+
+        places = range(len(seeds))
+        chosen = {seed: options[number] for seed, number in zip(seeds, choose(places), strict=True)}
+        means = [lows[choose(rest), rest].mean(0) for rest in _without_each(places)]
+        without = pd.DataFrame(means, list(seeds), columns)
     return Range(
         pd.DataFrame({seed: option.low.loc[seed, columns] for seed, option in chosen.items()}).T,
         pd.DataFrame({seed: option.high.loc[seed, columns] for seed, option in chosen.items()}).T,
+        without,
     )
+
+
+def _without_each(places: Sequence[int]) -> list[list[int]]:
+    """Return a list per place: all the others."""
+    return [[other for other in places if other != place] for place in places]
 
 
 def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
@@ -294,15 +330,17 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
         return ""
     measure, margin = claim.guardrail.measure, claim.guardrail.margin
     try:
-        treated = _measure_side(claim, measure, pair.treated, pair.control.runs, seeds).low
-        control = _measure_side(claim, measure, pair.control, pair.control.runs, seeds).low
+        treated = _measure_side(claim, measure, pair.treated, pair.control.runs, seeds)
+        control = _measure_side(claim, measure, pair.control, pair.control.runs, seeds)
     except Unmeasured:
         return OPEN
-    difference = (treated - control).dropna(axis=1).to_numpy(float)
-    count, questions = difference.shape
-    if questions < min(2, treated.shape[1]):  # the arms share too few questions
+    paired = (treated.low - control.low).dropna(axis=1)
+    difference, (count, questions) = paired.to_numpy(float), paired.shape
+    if questions < min(2, treated.low.shape[1]):  # the arms share too few questions
         return OPEN
-    half = stats.half_width(stats.variance_components(difference, floored=True), count, questions, 0.95)
+    of_seeds, of_questions = stats.variance_components(difference, floored=True)
+    *_, least = _jackknife(treated, control, list(paired.columns))
+    half = stats.half_width((max(of_seeds, least), of_questions), count, questions, 0.95)
     low, high = difference.mean() - half, difference.mean() + half
     if low > -margin:
         return HELD

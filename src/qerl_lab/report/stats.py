@@ -39,17 +39,19 @@ def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) ->
     return float(mean), float(mean - half), float(mean + half)
 
 
-def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
+def over_seeds(values_S_Q: np.ndarray, level: float = 0.95, least: float = 0.0) -> Interval:
     """Return the mean of values[seeds, questions] with its interval when both seeds and questions are sampled.
 
     Two-way random effects: value = mean + seed + question + rest. The squared half width is the sum of two squares. The
     first is Student's t over the means of seeds, which covers seed and rest. The second is t times the standard error
-    due to questions, which all seeds share. Raises ValueError for fewer than two seeds, and for missing values.
+    due to questions, which all seeds share. The variance of seeds' means counts as `least` at least (`jackknife`).
+    Raises ValueError for fewer than two seeds, and for missing values.
     """
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or len(values) < 2 or not values.size or not np.isfinite(values).all():
         raise ValueError("an interval over seeds needs two seeds at least, and every value")
-    mean, half = values.mean(), half_width(variance_components(values), len(values), values.shape[1], level)
+    of_seeds, of_questions = variance_components(values)
+    mean, half = values.mean(), half_width((max(of_seeds, least), of_questions), len(values), values.shape[1], level)
     return float(mean), float(mean - half), float(mean + half)
 
 
@@ -69,6 +71,15 @@ def variance_components(values_S_Q: np.ndarray, floored: bool = False) -> tuple[
     rest = float((rest_S_Q**2).sum() / ((seeds - 1) * (questions - 1)))
     of_questions = max(0.0, float(values.mean(0).var(ddof=1) - rest / seeds))
     return max(between, rest / questions) if floored else between, of_questions
+
+
+def jackknife(without_S: np.ndarray) -> float:
+    """Return the variance of seeds' means if seeds may depend on each other, from means measured without each seed.
+
+    Divided by the number of seeds it is the variance of the mean. For independent seeds it is the variance of
+    `variance_components`.
+    """
+    return (len(without_S) - 1) ** 2 * float(without_S.var(ddof=1))
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:

@@ -159,8 +159,8 @@ def _measure_row(row: Row, pair: Pair) -> Row:
 def pool_variances(rows: Sequence[Row]) -> list[Row]:
     """Raise each contrast's variance of seeds to at least the median of its family and measure, and compute p-values.
 
-    Contrasts with censored seeds neither enter the median nor are raised, because their variances describe bounds. Rows
-    without enough seeds stay as they are.
+    Contrasts with censored seeds neither enter the median nor are raised to it, because their variances describe
+    bounds. Every contrast is raised to its own jackknife. Rows without enough seeds stay as they are.
     """
     family: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -169,7 +169,7 @@ def pool_variances(rows: Sequence[Row]) -> list[Row]:
     done = []
     for row in rows:
         if found := row.judged:
-            of_seeds, of_questions = found.variances
+            of_seeds, of_questions = max(found.variances[0], found.jackknife), found.variances[1]
             if not found.censored:  # a variance may be small by luck
                 of_seeds = max(of_seeds, float(np.median(family[row.claim.family, row.claim.measure])))
             found = replace(found, variances=(of_seeds, of_questions))

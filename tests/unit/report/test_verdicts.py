@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import t
 
 from qerl_lab.aqn import level
 from qerl_lab.cli.compose import make_plan
@@ -24,7 +25,7 @@ from qerl_lab.report.stats import (
 )
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
 from qerl_lab.report.verdicts import PValues, Row, Verdict, pool_variances, set_verdicts
-from simulated_runs import BY_NAME, GRADED, HELD_OUT, QUIET, SCALAR, arms, record, shown, verdicts
+from simulated_runs import BEST, BY_NAME, GRADED, HELD_OUT, QUIET, RATES, SCALAR, arms, record, shown, verdicts
 
 CLAIMS, LEARNING_RATE = of_paper(), "optim.learning_rate"
 
@@ -44,6 +45,14 @@ LARGEST = 0.025 + 3 * math.sqrt(0.025 * 0.975 / REPEATS)  # three standard error
 )  # fmt: skip
 def test_a_wrong_verdict_is_as_rare_as_stated(kind: str, effect: float, wrong: set[str]) -> None:
     assert np.mean([bool(found & wrong) for found in shown(kind, effect, REPEATS)]) <= LARGEST
+
+
+@pytest.mark.slow
+def test_arms_that_are_alike_at_their_best_learning_rates_are_told_apart_as_rarely_as_stated() -> None:
+    """In one contrast a sign is shown exactly if the interval of 95% does not hold 0."""
+    repeats, wrong = 150, {"supported", "too small to matter", "reversed"}
+    share = np.mean([bool(found & wrong) for found in shown("best", 0, repeats)])
+    assert share <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / repeats)
 
 
 @pytest.mark.slow
@@ -78,6 +87,30 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     (row,) = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])
     assert row.verdict == Verdict.UNDECIDED
     assert "has one value of optim.learning_rate" in row.why
+
+
+def test_a_seed_that_changes_the_choice_of_the_best_widens_the_interval() -> None:
+    """The jackknife: everything is measured again without each seed, the choice included."""
+    contrast, at_rate = BEST.contrasts[0], {RATES[0]: (0.6, 0.1, 0.2), RATES[1]: (0.3, 0.3, 0.4)}
+    runs = [
+        record({**settings, LEARNING_RATE: rate}, seed, value if settings is contrast.treated_settings else 0.0)
+        for settings in (contrast.treated_settings, contrast.control_settings)
+        for rate, values in at_rate.items()
+        for seed, value in enumerate(values)
+    ]
+    (row,) = verdicts(replace(BEST, guardrail=Guardrail("entropy_first", 0.1)), runs)
+    assert row.numbers.oriented[:, 0] == pytest.approx([0.3, 0.1, 0.2])
+    # Of two seeds each is at the rate that is better in the other: without seed 0 both are at the second rate.
+    without = [(0.3 + 0.4) / 2, (0.3 + 0.2) / 2, (0.3 + 0.1) / 2]
+    variance = 2 / 3 * sum((mean - sum(without) / 3) ** 2 for mean in without)  # of the mean of three seeds
+    assert row.numbers.variances[0] == pytest.approx(3 * variance)
+    half = t.ppf(0.975, 2) * math.sqrt(variance)
+    assert row.numbers.effect == pytest.approx((0.2, 0.2 - half, 0.2 + half))
+    assert row.numbers.treated == pytest.approx((0.2, 0.2 - half, 0.2 + half))
+    assert row.numbers.control == pytest.approx((0, 0, 0))
+    assert row.numbers.guardrail == "open"  # by the seeds' own variance, 0.01, the interval would end above -0.1
+    two = verdicts(replace(BEST, file=replace(BEST.file, seeds=2)), [run for run in runs if run.seed < 2])
+    assert two[0].why == "seeds that both arms have: 2, of 3 that are needed"
 
 
 # --- which arms are compared
