@@ -136,7 +136,7 @@ def found(**changes: float) -> list[dict[str, float]]:
 
 
 def test_the_first_step_does_not_count(tmp_path: Path) -> None:
-    row = step.summarize(job(tmp_path, LAB, options()), found())
+    row = step.summarize(job(tmp_path, LAB, options()), found(), micro_batch=8)
     assert row["step_seconds"] == 2.5
     assert row["tokens_per_second"] == 128 / 5
 
@@ -152,7 +152,7 @@ def test_the_first_step_does_not_count(tmp_path: Path) -> None:
 )
 def test_wrong_steps_end_the_arm(tmp_path: Path, steps: list[dict[str, float]], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        step.summarize(job(tmp_path, LAB, options()), steps)
+        step.summarize(job(tmp_path, LAB, options()), steps, micro_batch=8)
 
 
 def test_every_second_answer_earns_so_that_a_group_of_two_has_a_gradient(tmp_path: Path) -> None:

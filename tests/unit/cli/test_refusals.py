@@ -123,7 +123,7 @@ def test_a_bad_command_line(line, parts, capsys, tmp_path):
     "aqn=off aqn.norms=[input_layernorm]",  # a model without the usual norms is refused until it is typed
 ])  # fmt: skip
 def test_a_word_that_acts_is_no_word_without_effect(line):
-    make_plan(line.split(), multirun=False)
+    assert len(make_plan(line.split(), multirun=False).jobs) == 1
 
 
 @pytest.mark.parametrize(
