@@ -267,6 +267,9 @@ def train(session: Session) -> None:
             evaluate_subset(session, step)
         except Interrupted:  # save the finished step; resuming repeats the evaluation
             trainer.control.should_save = trainer.control.should_training_stop = True
+        except EngineFailed:  # the Trainer saves only after this hook
+            trainer.save_finished_steps()
+            raise
 
     trainer.after_step = evaluate_after_step
     with ExitStack() as shown:

@@ -158,8 +158,8 @@ class LabTrainer(GRPOTrainer):
     def _collect_batch(self) -> Batch:
         """Sample a batch, or wait for the one sampled ahead; measure its noise; with overlap begin the next step's.
 
-        If the engine fails, this method moves the cursor back to the start of the step, saves a checkpoint of the
-        finished steps if there is none yet, and raises EngineFailed.
+        If the engine fails, this method moves the cursor back to the start of the step, saves the finished steps, and
+        raises EngineFailed.
         """
         ahead, began_at = self.ahead, self.cursor.position
         self.ahead = None
@@ -178,10 +178,14 @@ class LabTrainer(GRPOTrainer):
             return batch
         except EngineFailed:
             self.cursor.go_to(began_at)
-            if self.ranks.from_first(checkpoint.last_step(Path(self.args.output_dir))) < self.steps_done:
-                self._save_checkpoint(self.model, None)
-                self.ranks.wait()  # for rank 0, which completes the checkpoint
+            self.save_finished_steps()
             raise
+
+    def save_finished_steps(self) -> None:
+        """Save a checkpoint of the finished steps if there is none yet. Every rank must call it, between two steps."""
+        if self.ranks.from_first(checkpoint.last_step(Path(self.args.output_dir))) < self.steps_done:
+            self._save_checkpoint(self.model, None)
+            self.ranks.wait()  # for rank 0, which completes the checkpoint
 
     def _sample_batch(self) -> Batch:
         """Solve for sigma if the step needs it, sync the engine, sample a batch, and let the engine sleep."""
