@@ -95,7 +95,7 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
     """
     final = folder / f"step-{state['step']:06d}"
     aside = folder / f".{final.name}.{os.getpid()}"
-    for leftover in folder.glob(".step-*"):  # of a killed process
+    for leftover in folder.glob(".step-*"):  # of a killed process, or damaged
         shutil.rmtree(leftover)
     aside.mkdir(parents=True)
     try:
@@ -123,7 +123,10 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
 
 
 def last_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint, without verifying it; 0 if there is none."""
+    """Return the step of the newest checkpoint; 0 if there is none.
+
+    Verifies nothing: a run sets damaged checkpoints aside when it begins.
+    """
     return max(map(_step_of, _step_folders(folder)), default=0)
 
 
@@ -138,6 +141,18 @@ def newest(folder: Path) -> Saved | None:
             instead = "using the previous one" if candidates else "there is no earlier one, so training starts again"
             print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
+
+
+def set_damaged_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints after `step`, the one that a run resumes from (0 for none), so that no reader finds them.
+
+    They must be damaged. The next `save` deletes them.
+    """
+    for path in _step_folders(folder):
+        if _step_of(path) > step:
+            aside = folder / f".{path.name}.damaged"
+            shutil.rmtree(aside, ignore_errors=True)  # of the same step, from an earlier session
+            path.rename(aside)
 
 
 def load(path: Path) -> Saved:

@@ -322,7 +322,7 @@ class RunDirectory:
             )
 
     def last_saved(self) -> int:
-        """Return the step of the newest checkpoint, without verifying it; 0 if there is none."""
+        """Return the step of the newest checkpoint, as `checkpoint.last_step` does."""
         return checkpoint.last_step(self.checkpoints)
 
     # --- record

@@ -154,6 +154,8 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     preflight.check_engine(cfg)
     ranks = join(cfg, device)
     saved = directory.starting_point(cfg)
+    if ranks.is_first:
+        checkpoint.set_damaged_aside(directory.checkpoints, saved.step if saved else 0)
     on_disk.check_content(cfg)
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # for a model just downloaded
     task = tasks.load(cfg.task)

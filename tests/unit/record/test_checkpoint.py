@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from qerl_lab.config.paths import sha256
 from qerl_lab.record import checkpoint
-from qerl_lab.record.checkpoint import MANIFEST, STATE, load, newest, save
+from qerl_lab.record.checkpoint import MANIFEST, STATE, last_step, load, newest, save, set_damaged_aside
 
 FILES = {"adapter_model.safetensors": b"\x01" * 4000, "optimizer.pt": b"\x02" * 900, "sub/rng_state.pth": b"\x03" * 70}
 
@@ -183,3 +184,21 @@ def test_damaged_later_checkpoints_do_not_crowd_out_new_ones(tmp_path, keep: int
     saved(tmp_path, 3, keep=keep)
     assert newest(tmp_path).step == 3
     assert names(tmp_path) == ["step-000002", "step-000003"][-keep:]
+
+
+def test_damaged_later_checkpoints_count_no_longer_once_a_run_has_begun(tmp_path) -> None:
+    """They stay until the next save, out of sight; also one that came back, still damaged."""
+    path, aside = saved(tmp_path, 2, 4), tmp_path / ".step-000004.damaged"
+    flip(path / "optimizer.pt")
+    for _ in range(2):
+        set_damaged_aside(tmp_path, newest(tmp_path).step)
+        assert last_step(tmp_path) == 2
+        assert names(tmp_path) == [aside.name, "step-000002"]
+        shutil.copytree(aside, path)
+    saved(tmp_path, 3)
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    for left in tmp_path.iterdir():
+        flip(left / "optimizer.pt")
+    assert newest(tmp_path) is None
+    set_damaged_aside(tmp_path, 0)
+    assert last_step(tmp_path) == 0

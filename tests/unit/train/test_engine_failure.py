@@ -110,6 +110,22 @@ def test_a_checkpoint_that_is_there_is_not_written_again(new_runs, whole, monkey
     assert saved == [1]
 
 
+def test_behind_a_damaged_checkpoint_the_finished_steps_are_saved_too(new_runs, whole) -> None:
+    """The run goes on from step 1, and trains step 2 again. Neither that nor the message counts the damaged step 2."""
+    runs, step_2, step_3 = new_runs(checkpoint__every=1), first_call(whole, 2), first_call(whole, 3)
+    with pytest.raises(EngineFailed, match="2 of 3 steps are saved"):
+        runs.run(f"die@{step_3}")
+    (runs.directory.checkpoints / "step-000002" / "optimizer.pt").unlink()
+    with pytest.raises(EngineFailed, match="1 of 3 steps are saved"):
+        runs.run("die@1")
+    with pytest.raises(EngineFailed, match="2 of 3 steps are saved"):
+        runs.run(f"die@{1 + step_3 - step_2}")
+    assert checkpoint.newest(runs.directory.checkpoints).step == 2
+    assert runs.run() == OK
+    assert lines_of(runs.directory.path) == lines_of(whole.directory.path)
+    assert files_of(runs.directory.path) == files_of(whole.directory.path)
+
+
 def test_an_engine_that_does_not_close_hides_no_error(new_runs, whole, capfd) -> None:
     with pytest.raises(EngineFailed, match="the worker died"):
         new_runs().run("die@2,close@1")
