@@ -22,7 +22,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.vllm.transfer import encode_tensor
 
 DROP, LOSE = "drop", "lose"  # faults: close the connection without an answer, before or after acting
-Answer = tuple[int, Any]  # HTTP status, JSON
+Answer = tuple[int, Any]  # HTTP status, and JSON or the text of a web page
 
 
 def refusal(status: int, message: str) -> Answer:
@@ -155,9 +155,11 @@ def running(fake: FakeVllm) -> Iterator[FakeVllm]:
             status, said = fault if isinstance(fault, tuple) else fake.answer(self.path, body)
             if callable(fault):
                 said = fault(said)
-            content = b"" if said is None else json.dumps(said).encode()
+            is_page = isinstance(said, str)
+            content = said.encode() if is_page else b"" if said is None else json.dumps(said).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json" if content else "text/plain")
+            kind = "text/html" if is_page else "application/json" if content else "text/plain"
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -216,6 +217,9 @@ def aborted(said: Any) -> Any:
     [
         (COMPLETIONS, aborted, "ended a completion by 'abort'"),
         (COMPLETIONS, refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),
+        (COMPLETIONS, refusal(403, "session expired"), "HTTP 403: .*session expired.* Type VLLM_API_KEY=KEY"),
+        (COMPLETIONS, (302, "<html>moved</html>"), "HTTP 302: <html>moved"),
+        (COMPLETIONS, (200, "<html>log in</html>"), "HTTP 200: <html>log in"),
         ("/reset_prefix_cache", lambda said: {"success": False}, "kept its prefix cache"),
         (RPC, lambda said: {"results": [[1], [1, 2]]}, r"the adapter with \[1, 2\]; allowed: one id"),
         (RPC, lambda said: {"results": [["ValueError", "no file"]]}, "'no file'"),
@@ -332,6 +336,21 @@ def test_the_adapter_lies_where_the_server_sees_it(fake: FakeVllm, build, tmp_pa
     assert Path(folder).parent == shared
     engine.close()
     assert list(shared.iterdir()) == []
+
+
+def test_an_adapter_that_cannot_be_written_is_a_failure_of_the_engine(build, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    engine = build(rollout__vllm_server__adapter_dir=str(shared))
+    shutil.rmtree(shared)
+    with pytest.raises(EngineFailed, match=rf"^the adapter cannot be written to {shared}/.+No such file"):
+        engine.sync(CLEAN)
+
+
+def test_a_server_that_fails_at_the_start_is_refused(fake: FakeVllm, build) -> None:
+    """Also after it has described itself: no step is lost."""
+    fake.faults["/reset_prefix_cache"] = [lambda said: {"success": False}]
+    with pytest.raises(ConfigError, match="kept its prefix cache"):
+        build()
 
 
 # --- the line that starts a server

@@ -74,7 +74,7 @@ class AdapterFile:
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
 
     def sync(self, llm: LLM) -> None:
-        """Write the policy's adapter to files and let vLLM reload them."""
+        """Write the policy's adapter to files and let vLLM reload them. Raises EngineFailed if writing fails."""
         write_weights(self.model, self.folder)
         llm.llm_engine.add_lora(LoRARequest(NAME, ID, str(self.folder), load_inplace=True))
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.rollout.engine import Sampling
+from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.system.disk import make_readable
 
 WORKER = "qerl_lab.rollout.vllm.worker.NormWorker"
@@ -124,10 +126,16 @@ def write_settings(model: PeftModel, folder: Path) -> None:
 
 
 def write_weights(model: PeftModel, folder: Path) -> None:
-    """Write the current adapter weights to `folder` atomically, so that a reader sees the old file or the new one."""
+    """Write the current adapter weights to `folder` atomically, so that a reader sees the old file or the new one.
+
+    Raises EngineFailed if that fails: the folder may be full, or on another host that went away.
+    """
     own = get_peft_model_state_dict(model, adapter_name="default")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
     aside = folder / "adapter_model.new"
-    save_file(tensors, aside)
-    make_readable([aside])
-    os.replace(aside, folder / WEIGHTS)
+    try:
+        save_file(tensors, aside)
+        make_readable([aside])
+        os.replace(aside, folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise EngineFailed(f"the adapter cannot be written to {folder} ({first_line(error)})") from error

@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.rollout.engine import EngineFailed
 
@@ -48,8 +47,8 @@ class Server:
         The request must be safe to repeat: after a lost connection it is sent again for `patience` seconds, although
         the server may have handled it already.
 
-        Raises Refused if the server answers with an error, Unanswered if it gives no answer within `seconds`,
-        EngineFailed if it cannot be reached, and ConfigError if it wants an API key.
+        Raises Refused if the server answers with an error or a web page, Unanswered if it gives no answer within
+        `seconds`, and EngineFailed if it cannot be reached or wants an API key.
         """
         timeout, lost = httpx.Timeout(seconds, connect=CONNECT_SECONDS), None
         while True:
@@ -70,12 +69,16 @@ class Server:
                     "rollout.vllm_server.url=URL."
                 )
             time.sleep(min(PAUSE_SECONDS, self.patience))
-        if response.status_code in (401, 403):
-            raise ConfigError(f"{self.name} wants a key. Type {API_KEY}=KEY in front of the command, the server's own.")
-        if response.is_error:
+        kind = response.headers.get("content-type", "")
+        if not response.is_success or "html" in kind:  # a proxy sends a page, or to one, for the user to log in
             said = redact(" ".join(response.text.split()))[:500]
-            raise Refused(f"{self.name} refuses {path} (HTTP {response.status_code}: {said})")
-        return response.json() if "json" in response.headers.get("content-type", "") else None
+            refused = f"{self.name} refuses {path} (HTTP {response.status_code}: {said})"
+            if response.status_code in (401, 403):
+                raise EngineFailed(
+                    f"{refused}. Type {API_KEY}=KEY, the server's own, in front of the command if it wants a key."
+                )
+            raise Refused(refused)
+        return response.json() if "json" in kind else None
 
     def close(self) -> None:
         """Close the connections to the server."""

@@ -48,8 +48,8 @@ NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the
 class VllmServerEngine(Engine):
     """Engine on the server at rollout.vllm_server.url, which serves the policy's base to one run at a time.
 
-    Seeds determine the draws as in `VllmEngine`. Raises ConfigError if there is no server, or if its model or settings
-    differ from the run's.
+    Seeds determine the draws as in `VllmEngine`. Raises ConfigError if there is no server, if it fails already at the
+    start, or if its model or settings differ from the run's.
     """
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
@@ -72,18 +72,17 @@ class VllmServerEngine(Engine):
             self.sync(CLEAN)
             check_norms(self.norms(), policy.clean_norms, self._server.name, LINE)
             self._check_logprobs()
+        except EngineFailed as error:
+            self.close()
+            advice = f". {LINE}" if isinstance(error, Refused | Unanswered) else ""  # the others have advice
+            raise ConfigError(f"{error}{advice}") from error
         except BaseException:
             self.close()
             raise
 
     def _check_settings(self) -> None:
-        """Raise ConfigError if there is no server, or if its settings differ from those that `serve_line` prints."""
-        try:
-            found = self._call_workers("qerl_describe")[0]  # all workers have one configuration
-        except (Refused, Unanswered) as error:
-            raise ConfigError(f"{error}. {LINE}") from error
-        except EngineFailed as error:
-            raise ConfigError(str(error)) from error
+        """Raise ConfigError if the server's settings differ from those that `serve_line` prints."""
+        found = self._call_workers("qerl_describe")[0]  # all workers have one configuration
         found["format"] = format_of(found.pop("quantization"), found.pop("quantization_config"))
         wanted = settings(self.cfg, self.policy.model.dtype) | {"format": self.cfg.format.name}
         for key, value in found.items():
@@ -146,7 +145,7 @@ class VllmServerEngine(Engine):
     def sync(self, noise: Noise) -> None:
         """Send adapter and noise to the server's workers.
 
-        Raises EngineFailed if the server fails, or if another run has taken it over.
+        Raises EngineFailed if the server fails, if another run has taken it over, or if the adapter cannot be written.
         """
         self._require_only_adapter()
         write_weights(self.policy.model, self._folder)
