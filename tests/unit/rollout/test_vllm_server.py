@@ -160,6 +160,15 @@ def test_a_rollout_has_a_time_limit(fake: FakeVllm, build) -> None:
         engine.generate(PROMPTS, 2, SAMPLING)
 
 
+def test_the_time_limit_holds_for_all_tries_of_a_request(fake: FakeVllm, build) -> None:
+    """The first one is lost late."""
+    engine = build(rollout__vllm__timeout_minutes=0.02)
+    fake.hold_seconds = 0.9
+    fake.faults[COMPLETIONS] = [LOSE]
+    with pytest.raises(EngineFailed, match=r"finished 0 of 1 groups in rollout\.vllm\.timeout_minutes=0\.02"):
+        engine.generate(PROMPTS[:1], 2, SAMPLING)
+
+
 def test_closing_waits_for_the_requests_beside_one_that_failed(fake: FakeVllm, build) -> None:
     engine = build(rollout__batch_size=4)
     fake.hold_seconds = 0.3

@@ -41,17 +41,20 @@ class Server:
             transport=httpx.HTTPTransport(limits=limits),
         )
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> Any:
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, deadline: float | None = None) -> Any:
         """Send an HTTP request and return the parsed JSON answer, or None for an empty one.
 
         The request must be safe to repeat: after a lost connection it is sent again for `patience` seconds, although
-        the server may have handled it already.
+        the server may have handled it already. Each try may take ANSWER_SECONDS; with `deadline` (time.monotonic) all
+        tries together may take until then.
 
-        Raises Refused if the server answers with an error or a web page, Unanswered if it gives no answer within
-        `seconds`, and EngineFailed if it cannot be reached or wants an API key.
+        Raises Refused if the server answers with an error or a web page, Unanswered if it gives no answer in time, and
+        EngineFailed if it cannot be reached or wants an API key.
         """
-        timeout, lost = httpx.Timeout(seconds, connect=CONNECT_SECONDS), None
+        lost = None
         while True:
+            seconds = ANSWER_SECONDS if deadline is None else max(0.01, deadline - time.monotonic())
+            timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
             try:
                 response = self._client.request(method, path, json=body, timeout=timeout)
                 if response.status_code not in AWAY:

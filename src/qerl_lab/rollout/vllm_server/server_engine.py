@@ -213,7 +213,7 @@ class VllmServerEngine(Engine):
         Raises Unanswered if there is no answer by `deadline` (time.monotonic), EngineFailed if the request fails.
         """
         try:
-            answer = self._server.ask("POST", "/v1/completions", body, max(0.01, deadline - time.monotonic()))
+            answer = self._server.ask("POST", "/v1/completions", body, deadline)
         except Refused as error:
             if NO_NAN not in str(error) or body["logprobs"] is None:
                 raise
