@@ -7,7 +7,6 @@ tests/unit/rollout/test_contract.py runs the engine on a real server.
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -51,6 +50,7 @@ class FakeVllm:
     def __post_init__(self) -> None:
         self.norms = {name: norm.data.clone() for name, norm in self.policy.norms.items()}
         self.lock = threading.Lock()
+        self.aborted = threading.Event()  # set at an abort, which leaves a new one for later requests
         self.described = {
             "dtype": "float32", "quantization": None, "quantization_config": None,
             "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_lora_rank": 8, "max_loras": 1,
@@ -77,6 +77,8 @@ class FakeVllm:
                     return refusal(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
                 return 200, None
             case "/abort_requests":
+                aborted, self.aborted = self.aborted, threading.Event()
+                aborted.set()
                 return 200, {"status": "aborted", "aborted": 0}
             case "/reset_prefix_cache":
                 return 200, {"success": True}
@@ -106,12 +108,12 @@ class FakeVllm:
         with self.lock:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
-        time.sleep(self.hold_seconds)
+        reason = "abort" if self.aborted.wait(self.hold_seconds) else "length"
         with self.lock:
             self.at_once -= 1
             logprobs = self.logprobs(body["prompt"], body["max_tokens"])
         choices = [
-            {"index": index, "token_ids": [5] * body["max_tokens"], "finish_reason": "length",
+            {"index": index, "token_ids": [5] * body["max_tokens"], "finish_reason": reason,
              "logprobs": None if body["logprobs"] is None else {"token_logprobs": logprobs}}
             for index in reversed(range(body["n"]))
         ]  # fmt: skip

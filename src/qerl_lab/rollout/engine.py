@@ -170,6 +170,13 @@ class Engine(Protocol):
         """
         return {}
 
+    def abort(self) -> None:
+        """End a `generate` that another thread runs, as far as the engine can; only `close` may follow.
+
+        That `generate` then raises EngineFailed, and so does any later one.
+        """
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Release everything; the engine cannot be used again."""

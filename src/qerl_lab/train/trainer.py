@@ -108,14 +108,16 @@ class LabTrainer(GRPOTrainer):
         return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Override the Trainer's method: whatever ends the training, wait for a batch that is being sampled ahead.
+        """Override the Trainer's method: whatever ends the training, abort a batch that is being sampled ahead.
 
-        Callers close the engine next, which must not be in use. Waits at most rollout.vllm_server.patience_seconds.
+        Callers close the engine next, which must not be in use. So this waits until the batch's thread is done with it,
+        at most rollout.vllm_server.patience_seconds.
         """
         try:
             return super().train(*args, **kwargs)
         finally:
             if self.ahead:
+                self.engine.abort()
                 wait([self.ahead.batch], self.cfg.rollout.vllm_server.patience_seconds)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -169,15 +170,33 @@ def test_the_time_limit_holds_for_all_tries_of_a_request(fake: FakeVllm, build) 
         engine.generate(PROMPTS[:1], 2, SAMPLING)
 
 
-def test_closing_waits_for_the_requests_beside_one_that_failed(fake: FakeVllm, build) -> None:
+def test_closing_ends_the_requests_beside_one_that_failed(fake: FakeVllm, build) -> None:
+    """Two groups are under way at once; of ten, others are never sent."""
+    engine = build(rollout__batch_size=4, rollout__vllm_server__patience_seconds=60.0)
+    fake.hold_seconds = 60
+    fake.faults[COMPLETIONS] = [refusal(500, "no")]
+    with pytest.raises(EngineFailed, match="no"):
+        engine.generate([[3]] * 10, 2, SAMPLING)
+    wait_for(lambda: fake.at_once)
+    began, sent_before = time.monotonic(), len(sent(fake, COMPLETIONS))
+    engine.close()
+    assert time.monotonic() - began < 30, "it waited for answers that nobody wants"
+    assert fake.at_once == 0
+    assert len(sent(fake, COMPLETIONS)) == sent_before
+
+
+def test_closing_aborts_nothing_of_a_run_that_took_the_server_over(fake: FakeVllm, build) -> None:
     engine = build(rollout__batch_size=4)
-    fake.hold_seconds = 0.3
+    fake.hold_seconds = 0.8
     fake.faults[COMPLETIONS] = [refusal(500, "no")]
     with pytest.raises(EngineFailed, match="no"):
         engine.generate(PROMPTS, 2, SAMPLING)
     wait_for(lambda: fake.at_once)
+    fake.adapters = {"policy-another": "elsewhere"}
+    fake.asked.clear()
     engine.close()
-    assert fake.at_once == 0
+    assert (MODELS, {}) in fake.asked
+    assert not sent(fake, "/abort_requests")
 
 
 def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, build) -> None:

@@ -297,10 +297,11 @@ def test_a_stop_while_a_step_is_sampled_ahead_saves_the_trained_one(new_runs, mo
     runs, collect, collected = new_runs(**QUICK), ahead.collect, list[int]()
 
     def collect_slowly(cfg: RunConfig, step: int, *others: Any) -> Batch:
-        batch = collect(cfg, step, *others)
-        time.sleep(0.5)
-        collected.append(step)
-        return batch
+        try:
+            return collect(cfg, step, *others)
+        finally:  # the stop aborts step 3
+            time.sleep(0.5)
+            collected.append(step)
 
     monkeypatch.setattr(ahead, "collect", collect_slowly)
 
@@ -315,6 +316,23 @@ def test_a_stop_while_a_step_is_sampled_ahead_saves_the_trained_one(new_runs, mo
     runs.fake.step = 0
     assert runs.run() == OK
     assert runs.of_steps("rollout/staleness") == [0, 1, 0, 1]
+
+
+def test_a_stop_does_not_wait_for_a_step_that_nobody_wants(new_runs) -> None:
+    """The server samples step 3 until it is told to abort."""
+    runs = new_runs(**QUICK)
+    runs.fake.before_sampling = lambda step: step < 3 or runs.fake.aborted.wait(60)
+
+    class OnceStep3IsSampled(Stop):
+        @property
+        def requested(self) -> bool:
+            return runs.fake.step == 3
+
+    began = time.monotonic()
+    assert runs.run(OnceStep3IsSampled()) == INTERRUPTED
+    assert time.monotonic() - began < 45
+    assert runs.saved == (2, sum(runs.of_steps("rollout/prompts_drawn")))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sample-ahead")]
 
 
 def test_a_stop_begins_no_further_step(new_runs) -> None:

@@ -42,6 +42,7 @@ PROBE_TOKENS = 16
 # (tests/gpu/test_vllm_engine.py measures up to 0.043 for bfloat16). Other weights exceed it, unless they differ as
 # little as two rounding rules of a format.
 NEAR = {torch.float32: 0.01, torch.bfloat16: 0.1}
+ABORT_SECONDS = 0.5  # until requests are aborted again: one may have reached the server after the last time
 NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the server
 
 
@@ -55,6 +56,7 @@ class VllmServerEngine(Engine):
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
         self.policy, self.cfg, own = policy, cfg, cfg.rollout.vllm_server
         self._open, self._requests = ExitStack(), list[Future[list[Completion]]]()  # of the last `generate`
+        self._aborted = False
         self._server = Server(own.url, own.patience_seconds, cfg.rollout.batch_size)
         self._open.callback(self._server.close)
         self._name = f"policy-{secrets.token_hex(4)}"  # name of the adapter on the server, unique to this engine
@@ -131,9 +133,9 @@ class VllmServerEngine(Engine):
                     f"path, if it does not see them. {LINE}"
                 ) from error
 
-    def _adapter_names(self) -> list[str]:
+    def _adapter_names(self, deadline: float | None = None) -> list[str]:
         """Return the names of the adapters on the server, which lists them as models with a parent."""
-        cards = self._server.ask("GET", "/v1/models")["data"]
+        cards = self._server.ask("GET", "/v1/models", deadline=deadline)["data"]
         return [card["id"] for card in cards if card["parent"]]
 
     def _require_only_adapter(self) -> None:
@@ -210,8 +212,11 @@ class VllmServerEngine(Engine):
     def _complete(self, body: dict[str, Any], deadline: float) -> list[Completion]:
         """Send the /v1/completions request `body` for one prompt; return its completions.
 
-        Raises Unanswered if there is no answer by `deadline` (time.monotonic), EngineFailed if the request fails.
+        Raises Unanswered if there is no answer by `deadline` (time.monotonic), EngineFailed if the request fails or
+        the engine was aborted.
         """
+        if self._aborted:
+            raise EngineFailed("the rollout was aborted")
         try:
             answer = self._server.ask("POST", "/v1/completions", body, deadline)
         except Refused as error:
@@ -228,13 +233,26 @@ class VllmServerEngine(Engine):
             found.append(Completion(choice["token_ids"], logprobs["token_logprobs"] if logprobs else [], reason))
         return found
 
+    def abort(self) -> None:
+        """End the requests under way: the process could not exit before the server has answered them all.
+
+        Waits for them, at most rollout.vllm_server.patience_seconds. Spares a server that another run has taken over.
+        """
+        self._aborted, deadline = True, time.monotonic() + self._server.patience
+        while (under_way := [job for job in self._requests if not job.done()]) and time.monotonic() < deadline:
+            with suppress(EngineFailed):
+                if self._adapter_names(deadline) == [self._name]:
+                    self._server.ask("POST", "/abort_requests", {}, deadline)
+            wait(under_way, ABORT_SECONDS)
+        self._requests = []  # whatever is under way now does not end within patience_seconds
+
     def close(self) -> None:
         """Remove the adapter's files. The server keeps the adapter until another engine takes over.
 
-        After a failure first waits for requests under way, at most rollout.vllm_server.patience_seconds: a request
-        that loses its connection would read from whatever the process opens next under the same descriptor.
+        After a failure first ends the requests under way: a request that loses its connection would read from whatever
+        the process opens next under the same descriptor.
         """
-        wait(self._requests, self._server.patience)
+        self.abort()
         self._open.close()
 
 
