@@ -8,7 +8,7 @@ import pandas as pd
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Engine, OnDone, Sampling, do_nothing
+from qerl_lab.rollout.engine import Engine, OnDone, Sampling, do_nothing, refuse_incomplete
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
 
@@ -38,10 +38,12 @@ def ask_questions(
 ) -> Answers:  # fmt: skip
     """Sample each question `samples` times with the engine's current weights, and grade the completions.
 
-    Calls `on_done` with the number of newly finished completions. Raises EngineFailed if the engine fails.
+    Calls `on_done` with the number of newly finished completions. Raises EngineFailed if the engine fails or its result
+    is incomplete.
     """
     prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
     out = engine.generate(prompts, samples, sampling, on_done)
+    refuse_incomplete(out, len(prompts), samples, sampling)
     asked = [question for question in questions for _ in range(samples)]
     ids = [completion for group in out.completion_ids_P_G for completion in group]
     texts = [

@@ -18,7 +18,7 @@ from qerl_lab.aqn.solver import Solution
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
+from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, refuse_incomplete
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.step import sampling_settings
 from qerl_lab.train.training_data import Cursor
@@ -115,7 +115,8 @@ def build_kl_measure(
     """Sample completions without noise; return a function that gives the mean KL of noises on them, in nats per token.
 
     The completions answer the next questions of `cursor`, split over ranks. Each noise is measured on a share of them.
-    Afterwards the engine holds clean norms. Raises EngineFailed on every rank if any rank fails.
+    Afterwards the engine holds clean norms. Raises EngineFailed on every rank if any rank fails or its completions are
+    incomplete.
     """
     share = ranks.share(cfg.aqn.solver.prompts)
     questions = Cursor(cursor.data, cursor.position).take(share.stop)[share.start :]  # the run's cursor stays
@@ -128,6 +129,7 @@ def build_kl_measure(
         if not prompts:
             return []
         out = engine.generate(prompts, 1, how)
+        refuse_incomplete(out, len(prompts), 1, how)
         engine.sleep()  # free memory for the trainer, which runs next
         return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 

@@ -23,8 +23,8 @@ class Recording:
 
     def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone) -> Rollout:
         self.asked.append((prompts, sampling))
-        ids, ends = ([[one] * group_size for _ in prompts] for one in ([5], "stop"))
-        return Rollout(prompts, ids, [], ends, self.entropy, seconds=1.0)
+        ids, logprobs, ends = ([[one] * group_size for _ in prompts] for one in ([5], [-1.0], "stop"))
+        return Rollout(prompts, ids, logprobs, ends, self.entropy, seconds=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,8 @@ class Scripted(Recording):
     def __init__(self, policy: Policy, texts_P_G: list[list[str]], **changes: Any) -> None:
         super().__init__()
         ids_P_G = [[policy.tokenizer(text)["input_ids"] for text in group] for group in texts_P_G]
-        self.changes = {"completion_ids_P_G": ids_P_G} | changes
+        logprobs_P_G = [[[-1.0] * len(ids) for ids in group] for group in ids_P_G]
+        self.changes = {"completion_ids_P_G": ids_P_G, "logprobs_P_G": logprobs_P_G} | changes
 
     def generate(self, *args: Any) -> Rollout:
         return replace(super().generate(*args), **self.changes)

@@ -76,6 +76,17 @@ def test_a_failure_saves_the_state_before_the_step_and_says_how_to_go_on(new_run
     assert runs.directory.status == "done"
 
 
+SEARCH = {"aqn__unit": "kl", "aqn__solver__prompts": 2, "aqn__solver__draws": 1}
+
+
+@pytest.mark.parametrize("changes", [{}, {"eval__questions": 0} | SEARCH], ids=["evaluation", "search for sigma"])
+def test_less_than_was_asked_is_a_failure_outside_a_step_too(new_runs, changes: dict) -> None:
+    runs = new_runs(steps=1, **changes)
+    said = r"the engine gave \d completions for \d prompts; asked: 1 for each of \d\. 0 of 1 steps are saved\. Type"
+    with pytest.raises(EngineFailed, match=said):
+        runs.run("group@1")
+
+
 def test_a_failure_before_the_micro_batch_is_chosen_says_how_to_go_on(new_runs, monkeypatch) -> None:
     runs, choose = new_runs(optim__micro_batch_size=None, steps=1, eval__questions=0), micro_batch.choose
 

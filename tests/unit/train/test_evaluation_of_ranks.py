@@ -43,7 +43,8 @@ class Scripted:
         for _ in prompts:
             on_done(group_size)
         ids = [[[65] * (how.first + p + 1)] * group_size for p in range(len(prompts))]
-        return Rollout(prompts, ids, [], [["stop"] * group_size for _ in prompts], self.entropy, seconds=1.0)
+        logprobs = [[[-1.0] * len(row) for row in group] for group in ids]
+        return Rollout(prompts, ids, logprobs, [["stop"] * group_size for _ in prompts], self.entropy, seconds=1.0)
 
 
 @pytest.fixture
