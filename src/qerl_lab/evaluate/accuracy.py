@@ -39,11 +39,13 @@ def ask_questions(
     """Sample each question `samples` times with the engine's current weights, and grade the completions.
 
     Calls `on_done` with the number of newly finished completions. Raises EngineFailed if the engine fails or its result
-    is incomplete.
+    is incomplete, and FloatingPointError if the sampler's logits are NaN: its tokens are then drawn at random.
     """
     prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
     out = engine.generate(prompts, samples, sampling, on_done)
     refuse_incomplete(out, len(prompts), samples, sampling)
+    if out.has_nan:
+        raise FloatingPointError("the sampler's logits are NaN")
     asked = [question for question in questions for _ in range(samples)]
     ids = [completion for group in out.completion_ids_P_G for completion in group]
     texts = [

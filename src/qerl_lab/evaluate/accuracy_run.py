@@ -150,7 +150,7 @@ def answer_missing_parts(
     gets a Parquet file with a row per completion. The number of the part enters the sampling seed, which is the same
     for all arms and engines. Returns by benchmark how many questions are longer than max_prompt_tokens, and so not
     asked. Raises ConfigError if all questions of a benchmark are too long, ValueError if the engine
-    failed.
+    failed or its logits are NaN.
 
     Args:
         identity: settings from `identifying_settings`, with the number of samples of each benchmark.
@@ -171,7 +171,10 @@ def answer_missing_parts(
             try:
                 rows = ask_questions(sampler, learner, task, part.questions, part.samples, sampling, bar.advance).rows
             except EngineFailed as error:
-                raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
+                said = first_line(error).rstrip(".")
+                raise ValueError(f"{said}. The same command goes on where it stopped.") from error
+            except FloatingPointError as error:
+                raise ValueError(f"{error}, so the answers to {task.name} would be random.") from error
             if "grading" in identity:
                 rows["accuracy"] = same_first_character(rows["completion"], rows["answer"])
             prompts = [json.dumps(task.messages(question)).encode() for question in part.questions]

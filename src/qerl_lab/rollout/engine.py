@@ -3,6 +3,7 @@
 Suffixes name the axes of ragged lists: `x_P` is a list by prompt, `x_P_G` by prompt and completion of its group.
 """
 
+import math
 import random
 import time
 from abc import abstractmethod
@@ -91,6 +92,11 @@ class Rollout:
     def tokens(self) -> int:
         """Return the number of completion tokens."""
         return sum(len(ids) for group in self.completion_ids_P_G for ids in group)
+
+    @property
+    def has_nan(self) -> bool:
+        """Tell whether a log-prob is NaN, as it is where the sampler's logits are NaN."""
+        return any(math.isnan(one) for group in self.logprobs_P_G for logprobs in group for one in logprobs)
 
 
 class EngineFailed(RuntimeError):

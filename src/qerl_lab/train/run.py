@@ -35,7 +35,7 @@ from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train import health, micro_batch, out_of_memory
 from qerl_lab.train.ranks import Ranks, join
-from qerl_lab.train.stop import Interrupted, Stop
+from qerl_lab.train.stop import Diverged, Interrupted, Stop
 from qerl_lab.train.trainer import LabTrainer
 from qerl_lab.train.training_data import Cursor, TrainingData, select
 
@@ -208,7 +208,7 @@ def evaluate_heldout(
     Does nothing if `questions` is 0, or if eval.parquet and metrics.jsonl have this evaluation already. Rank 0 writes
     the answers of all ranks to eval.parquet under `phase`. Then it writes their means to metrics.jsonl under `step`,
     with keys that start with `prefix`. If the run later resumes from a checkpoint before `step`, this line of
-    metrics.jsonl is deleted. Raises Interrupted or EngineFailed on every rank if any rank raises it.
+    metrics.jsonl is deleted. Raises Interrupted, EngineFailed or Diverged on every rank if any rank raises it.
     """
     directory, ranks = session.directory, session.ranks
     phases, is_logged = {}, False
@@ -219,7 +219,8 @@ def evaluate_heldout(
         return
     questions = min(questions, len(session.data.task.heldout))
     when = f"{phase} training" if phase in ("before", "after") else f"after {phase}"
-    own_answers = ranks.run_on_all(partial(ask_own_share, session, questions, samples, when), Interrupted, EngineFailed)
+    ask = partial(ask_own_share, session, questions, samples, when)
+    own_answers = ranks.run_on_all(ask, Interrupted, EngineFailed, Diverged)
     answers = merge_parts([answers for answers in ranks.gather(own_answers) if answers])
     if session.tracker:
         directory.write_evaluations(phases | {phase: answers.rows})
@@ -231,9 +232,10 @@ def evaluate_heldout(
 def ask_own_share(session: Session, questions: int, samples: int, when: str) -> Evaluation | None:
     """Ask and grade this rank's share of the first `questions` held-out questions; return None if the share is empty.
 
-    `when` completes the title of the progress bar. Raises Interrupted if the run is asked to stop meanwhile.
+    `when` completes the title of the progress bar. Raises Interrupted if the run is asked to stop meanwhile, and
+    Diverged if the sampler's logits are NaN.
     """
-    share, completions_of_all = session.ranks.share(questions), questions * samples
+    cfg, share, completions_of_all = session.cfg, session.ranks.share(questions), questions * samples
     if not share:
         return None
     session.engine.sync(aqn.CLEAN)
@@ -244,7 +246,13 @@ def ask_own_share(session: Session, questions: int, samples: int, when: str) -> 
             if bar.now < completions_of_all:
                 session.stop.check()
 
-        return evaluate(session.engine, session.policy, session.data.task, session.cfg, share, samples, advance)
+        try:
+            return evaluate(session.engine, session.policy, session.data.task, cfg, share, samples, advance)
+        except FloatingPointError as error:
+            raise Diverged(
+                f"{error} in the evaluation {when}. Type a lower optim.learning_rate (it is "
+                f"{cfg.optim.learning_rate:g}), or if nothing is trained yet, model.dtype=float32 or another model."
+            ) from error
 
 
 def train(session: Session) -> None:

@@ -4,7 +4,6 @@ Suffixes of names say the axes of arrays and lists: P prompts, G completions of 
 """
 
 import hashlib
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -160,14 +159,13 @@ def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, h
 
 
 def refuse_nan(cfg: RunConfig, step: int, rollout: Rollout) -> None:
-    """Raise Diverged if a log-prob of `rollout` is NaN, as it is where the sampler's logits are NaN."""
-    for logprobs_G in rollout.logprobs_P_G:
-        if any(math.isnan(logprob) for logprobs in logprobs_G for logprob in logprobs):
-            level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
-            raise Diverged(
-                f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
-                f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
-            )
+    """Raise Diverged if a log-prob of `rollout` is NaN."""
+    if rollout.has_nan:
+        level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
+        raise Diverged(
+            f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
+            f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
+        )
 
 
 def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:

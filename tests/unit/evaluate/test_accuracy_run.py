@@ -26,7 +26,7 @@ from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record import resolved
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.rollout.engine import EngineFailed, Sampling
+from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
 
 MATH500 = '{"problem": "What is $1+1$?", "answer": "2", "unique_id": "a/1"}\n'
 AIME = '{"problem": "What is 1+1?", "answer": "2", "id": 1}\n'
@@ -289,6 +289,14 @@ def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys,
     assert len(asked) == 1, "two parts of four questions, the first was kept"
     assert (tmp_path / "out" / ROWS).read_bytes() == (tmp_path / "whole" / ROWS).read_bytes()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [ROWS, ABOUT]
+
+
+def test_random_answers_of_nan_logits_are_no_result(run_dir, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(Rollout, "has_nan", True)
+    assert go(f"run={run_dir}", "questions=4", f"out={tmp_path / 'out'}") == 1
+    said = "error: the sampler's logits are NaN, so the answers to arithmetic would be random."
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: Path, tiny) -> None:

@@ -1,5 +1,6 @@
 """Incomplete rollouts are refused."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,12 @@ WHOLE = Rollout(
     seconds=1.0,
 )
 ALL, NUCLEUS = Sampling(8, seed=0), Sampling(8, seed=0, top_p=0.9)
+
+
+def test_a_rollout_with_one_nan_has_nan() -> None:
+    assert not WHOLE.has_nan
+    assert replace(WHOLE, logprobs_P_G=[*WHOLE.logprobs_P_G[:1], [[-4.0], [-5.0, math.nan]]]).has_nan
+    assert not replace(WHOLE, logprobs_P_G=[[[], []], [[], []]]).has_nan
 
 
 def test_missing_groups_and_completions_are_counted() -> None:

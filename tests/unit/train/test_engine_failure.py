@@ -152,6 +152,25 @@ def test_what_would_only_happen_again_saves_nothing(new_runs, whole, kind: str, 
 
 
 @pytest.mark.parametrize(
+    ("changes", "call", "when", "lines", "saved"),
+    [
+        ({}, 1, "before training", [], []),
+        ({}, 3, "after training", [0, 1], ["step-000001"]),
+        ({"eval__every": 1}, 4, "after step 1", [0, 0, 1], []),
+    ],
+    ids=["before", "after", "between steps"],
+)
+def test_nan_logits_in_an_evaluation_are_no_result(new_runs, changes, call: int, when: str, lines, saved) -> None:
+    """Tokens drawn from NaN are random, and grading them would record an accuracy of a policy that is none."""
+    runs = new_runs(steps=1, algorithm__dynamic_sampling=False, **changes)
+    with pytest.raises(Diverged, match=f"the sampler's logits are NaN in the evaluation {when}. Type a lower optim"):
+        runs.run(f"nan@{call}")
+    assert [line["step"] for line in runs.directory.metrics()] == lines
+    assert [path.name for path in runs.directory.checkpoints.glob("*")] == saved
+    assert runs.directory.status != "done"
+
+
+@pytest.mark.parametrize(
     ("questions", "call", "saved"),
     [(4, 1, []), (4, 2, []), (0, 2, ["step-000001"])],
     ids=["before", "step 1", "step 2"],

@@ -1,5 +1,6 @@
 """Held-out questions over several ranks: who asks which, what the record has, and how all of them end together."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.run import Session, evaluate_heldout
-from qerl_lab.train.stop import Interrupted, Stop
+from qerl_lab.train.stop import Diverged, Interrupted, Stop
 from qerl_lab.train.training_data import select
 from ranks_as_threads import threads
 
@@ -30,6 +31,7 @@ class Scripted:
 
     entropy: float
     fails: bool = False
+    logprob: float = -1.0
     asked: list[tuple[list[list[int]], Sampling]] = field(default_factory=list)
     synced: list[Noise] = field(default_factory=list)
 
@@ -43,7 +45,7 @@ class Scripted:
         for _ in prompts:
             on_done(group_size)
         ids = [[[65] * (how.first + p + 1)] * group_size for p in range(len(prompts))]
-        logprobs = [[[-1.0] * len(row) for row in group] for group in ids]
+        logprobs = [[[self.logprob] * len(row) for row in group] for group in ids]
         return Rollout(prompts, ids, logprobs, [["stop"] * group_size for _ in prompts], self.entropy, seconds=1.0)
 
 
@@ -121,12 +123,20 @@ def test_nothing_is_asked_twice(sessions) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize(("what", "error"), [("engine fails", EngineFailed), ("signal", Interrupted)])
-def test_what_ends_one_rank_ends_all(sessions, at: int, what: str, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("what", "error", "said"),
+    [
+        ("engine fails", EngineFailed, "the worker died$"),
+        ("nan", Diverged, "the sampler's logits are NaN in the evaluation before training"),
+        ("signal", Interrupted, "$"),
+    ],
+)
+def test_what_ends_one_rank_ends_all(sessions, at: int, what: str, error: type[Exception], said: str) -> None:
     two = sessions(*threads(2))
     two[at].engine.fails, two[at].stop.signalled = what == "engine fails", what == "signal"
+    two[at].engine.logprob = math.nan if what == "nan" else -1.0
     for end in ask(two):
-        with pytest.raises(error, match=f"^rank {at}: the worker died$" if what == "engine fails" else ""):
+        with pytest.raises(error, match=f"^rank {at}: {said}"):
             end.result()
     assert two[0].directory.evaluations() == {}
     assert two[0].directory.metrics() == []
