@@ -20,6 +20,7 @@ from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.rollout.engine import Rollout
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
+from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import probe
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged, Stop
@@ -42,6 +43,15 @@ def train(tiny, build_policy, tmp_path) -> Callable[..., Trained]:
         return trained.train(cfg, policy, kind(policy, 64), tmp_path, task=task, stop=stop, prepare=prepare)
 
     return run
+
+
+def test_every_rank_has_a_seed_that_numpy_takes(tiny, build_policy, tmp_path) -> None:
+    """TRL seeds each process with the seed plus its rank. Seeds that already fitted stay as they are."""
+    policy = build_policy(tiny())
+    for gpus, seed, used in [(1, 2**32 - 1, 2**32 - 1), (2, 2**32 - 2, 2**32 - 2), (2, 2**32 - 1, 0), (4, 7, 7)]:
+        args = grpo_config(tiny(gpus=gpus, seed=seed), policy, tmp_path)
+        assert args.seed == used
+        assert args.seed + gpus - 1 < 2**32
 
 
 @pytest.mark.parametrize(
