@@ -62,13 +62,6 @@ class Ranks:
         """Exchange lists with all ranks; return them concatenated, in rank order, on every rank."""
         return [item for of_rank in self.gather(items) for item in of_rank]
 
-    def mean(self, value: float, weight: float) -> float:
-        """Return the mean of all ranks' `value`, each weighted by that rank's `weight`, the same on every rank."""
-        if self.size == 1:
-            return value
-        parts = self.gather((value, weight))
-        return sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
-
     def wait(self) -> None:
         """Block until every rank has called this."""
         self.gather(None)

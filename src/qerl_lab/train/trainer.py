@@ -241,7 +241,10 @@ class LabTrainer(GRPOTrainer):
         return weights
 
     def _measure_noise(self, rollout: Rollout) -> None:
-        """Store the step's noise metrics in `measured`. With aqn.probe_prompts also store the results of `probe`."""
+        """Store the step's noise metrics in `measured`. With aqn.probe_prompts also store the results of `probe`.
+
+        Each rank probes its share of aqn.probe_prompts completions, so that their number does not depend on `gpus`.
+        """
         self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
@@ -249,12 +252,14 @@ class LabTrainer(GRPOTrainer):
             return
         is_noisy = any(not torch.equal(norms[name].to(clean), clean) for name, clean in self.policy.clean_norms.items())
         self.level.kl = 0.0
-        if self.ranks.any(is_noisy):  # all ranks or none, because `mean` waits for all
-            kl_T, gap_T = probe(self.policy, norms, rollout, count, temperature)
-            self.level.kl = self.ranks.mean(kl_T.mean().item(), len(kl_T))
+        if self.ranks.any(is_noisy):  # all ranks or none, because `pool` waits for all
+            own = len(self.ranks.share(count))
+            of_rank = probe(self.policy, norms, rollout, own, temperature) if own else (torch.zeros(0), torch.zeros(0))
+            kl_T, gap_T = (torch.tensor(self.ranks.pool(own_T.tolist()), dtype=torch.float64) for own_T in of_rank)
+            self.level.kl = kl_T.mean().item()
             if not self.measured.get("rollout/staleness"):  # an older adapter causes a gap too
-                self.measured["sampler/kernel_gap_mean"] = self.ranks.mean(gap_T.mean().item(), len(gap_T))
-                self.measured["sampler/kernel_gap_max"] = max(self.ranks.gather(gap_T.max().item()))
+                self.measured["sampler/kernel_gap_mean"] = gap_T.mean().item()
+                self.measured["sampler/kernel_gap_max"] = gap_T.max().item()
         self.measured["noise/kl_nats"] = self.level.kl
 
     def _get_per_token_logps_and_entropies(

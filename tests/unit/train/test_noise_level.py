@@ -15,7 +15,7 @@ from failing_engines import Runs
 from qerl_lab import tasks
 from qerl_lab.aqn import CLEAN, Noise, level, observed_std
 from qerl_lab.aqn.solver import Solution, adapt_sigma
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
@@ -343,20 +343,30 @@ def test_the_policy_is_left_as_it_was(policy: Policy, training: bool, monkeypatc
 
 
 def test_what_a_probe_finds_is_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mean over the tokens of both, the largest of either, and on each rank the same."""
-    own = [(Tensor([0.1]), Tensor([1.0])), (Tensor([0.3, 0.5]), Tensor([0.0, 8.0]))]
-    monkeypatch.setattr("qerl_lab.train.trainer.probe", lambda policy, norms, rollout, *_: own[rollout])
+    """A mean over the tokens of both, the largest of either, and on each rank the same.
+
+    Together the ranks probe as many completions as one rank would. The third has none.
+    """
+    own, probed = [(Tensor([0.1]), Tensor([1.0])), (Tensor([0.3, 0.5]), Tensor([0.0, 8.0]))], dict[int, int]()
+
+    def probe_own(policy: Policy, norms: object, rank: int, completions: int, temperature: float) -> Any:
+        probed[rank] = completions
+        return own[rank]
+
+    monkeypatch.setattr("qerl_lab.train.trainer.probe", probe_own)
     monkeypatch.setattr("qerl_lab.train.trainer.aqn.observed_std", lambda *_: 0.0)
 
     def found(ranks: Ranks) -> dict[str, float]:
         engine, level = Mock(norms=lambda: {"norm": torch.ones(1)}), Mock(metrics=lambda step: {})
-        trainer = Mock(ranks=ranks, measured={}, engine=engine, level=level, cfg=RunConfig())
+        cfg = RunConfig(aqn=AqnConfig(probe_prompts=2))
+        trainer = Mock(ranks=ranks, measured={}, engine=engine, level=level, cfg=cfg)
         trainer.policy.clean_norms = {"norm": torch.zeros(1)}
         LabTrainer._measure_noise(trainer, ranks.rank)
         return trainer.measured
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(found, threads(2))
-    assert first == second
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(found, threads(3))
+    assert first == second == third
+    assert probed == {0: 1, 1: 1}
     assert (first["sampler/kernel_gap_mean"], first["sampler/kernel_gap_max"]) == (3.0, 8.0)
     assert first["noise/kl_nats"] == pytest.approx(0.3)
