@@ -76,7 +76,7 @@ class VllmServerEngine(Engine):
             self._check_logprobs()
         except EngineFailed as error:
             self.close()
-            advice = f". {LINE}" if isinstance(error, Refused | Unanswered) else ""  # the others have advice
+            advice = f". {LINE}" if isinstance(error, Refused | Unanswered) else ""  # of a server started otherwise
             raise ConfigError(f"{error}{advice}") from error
         except BaseException:
             self.close()
