@@ -202,12 +202,22 @@ def test_a_gpu_is_shared_by_so_many_and_only_if_no_other_is_free() -> None:
     alone = scheduler.GpuPool(["0", "1"], 1)
     with alone.take(1) as first, alone.take(1) as second:
         assert {*first, *second} == {"0", "1"}
-        assert alone._free.empty()
+        assert not any(alone._room.values())
     cards = scheduler.GpuPool(["0", "1"], 2)
     with cards.take(1) as busy:
         for _ in range(4):
             with cards.take(1) as taken:
                 assert taken != busy
+
+
+def test_a_gpu_that_a_job_has_just_left_is_no_idle_one_while_it_has_another_job() -> None:
+    cards = scheduler.GpuPool(["0", "1"], 2)
+    jobs = [cards.take(1) for _ in range(4)]
+    assert [job.__enter__() for job in jobs] == [["0"], ["1"], ["0"], ["1"]]
+    for ended in (0, 1, 3):  # one job is left, on the first GPU
+        jobs[ended].__exit__(None, None, None)
+    with cards.take(1) as taken:
+        assert taken == ["1"]
 
 
 def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(standin: Path) -> None:

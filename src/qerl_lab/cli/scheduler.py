@@ -1,6 +1,5 @@
 """Run the jobs of a sweep: on this machine's cores and shares of its GPUs, on Slurm, or on Ray."""
 
-import itertools
 import signal
 import threading
 import time
@@ -10,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from queue import PriorityQueue
 from types import FrameType
 from typing import Any
 
@@ -129,10 +127,9 @@ class GpuPool:
     """
 
     def __init__(self, names: Sequence[str], share: int) -> None:
-        self._free: PriorityQueue[tuple[int, str]] = PriorityQueue()  # the first place on each GPU, then the second
+        self._room = dict.fromkeys(names, share)  # jobs that may still start on each GPU
+        self._changed = threading.Condition()
         self._one_takes = threading.Lock()  # two jobs that each hold one of two GPUs would wait forever
-        for place in itertools.product(range(share), names):
-            self._free.put(place)
 
     @contextmanager
     def take(self, count: int) -> Iterator[list[str]]:
@@ -141,12 +138,22 @@ class GpuPool:
         Yields the names of the GPUs for CUDA_VISIBLE_DEVICES.
         """
         with self._one_takes:
-            taken = [self._free.get() for _ in range(count)]
+            taken = [self._take_one() for _ in range(count)]
         try:
-            yield [name for _, name in taken]
+            yield taken
         finally:
-            for place in taken:
-                self._free.put(place)
+            with self._changed:
+                for name in taken:
+                    self._room[name] += 1
+                self._changed.notify()
+
+    def _take_one(self) -> str:
+        """Wait until a GPU has room; take the first of those with the fewest jobs, and return its name."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(self._room.values()))
+            name = max(self._room, key=self._room.__getitem__)
+            self._room[name] -= 1
+            return name
 
 
 def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
