@@ -1,12 +1,18 @@
 """A queue of two tiny runs on the CPU: made, packed, one pack lost, merged, and the lost one planned again."""
 
 import csv
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 
 from processes import run_module
+from waiting import has_ended, wait_for
 
 QUEUE = """
 words: [scale=pocket, steps=1, rollout.prompts_per_step=2, eval.questions=2, eval.samples=1, cpu_threads=1, device=cpu,
@@ -56,3 +62,19 @@ def test_a_run_whose_pack_was_lost_is_planned_again(tmp_path: Path) -> None:
     queue(tmp_path, "collect", "results/queue.yaml", "packs=[packed,again]", "runs=here")
     assert pd.read_parquet(results / "runs.parquet")["seed"].tolist() == [0, 1]
     assert "python" not in queue(tmp_path, "plan", "results/queue.yaml")
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_command_alone_stops_its_run_too(tmp_path: Path) -> None:
+    (tmp_path / "queue.yaml").write_text(QUEUE.replace("steps=1,", "steps=4000,").replace("[0, 1]", "[0]"))
+    (tmp_path / "PREREGISTRATION.md").write_text("what was asked before")
+    line = [sys.executable, "-m", "qerl_lab.tools.queue", "run", "queue.yaml", "pack=packed", "runs=machine"]
+    queue = subprocess.Popen(line, cwd=tmp_path, env=os.environ, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: list(tmp_path.glob("machine/*/metrics.jsonl")), alive=lambda: queue.poll() is None)
+    below = psutil.Process(queue.pid).children(recursive=True)
+    assert len(below) > 1, "the main command and the run's process"
+    queue.send_signal(signal.SIGTERM)
+    assert queue.wait(120) == 130
+    assert all(map(has_ended, below))
+    assert "interrupted; " in "".join(file.read_text() for file in tmp_path.glob("machine/*.txt"))
+    assert list(tmp_path.glob("machine/*/checkpoints/*"))

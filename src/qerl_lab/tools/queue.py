@@ -17,12 +17,15 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from qerl_lab.system import exits
@@ -31,6 +34,7 @@ with exits.starting(__name__):
     import pandas as pd
 
     from qerl_lab.cli.grammar import Command, main_of
+    from qerl_lab.cli.launch import handle_stop_signals
     from qerl_lab.cli.scheduler import GpuPool
     from qerl_lab.config.message import in_one_line, with_noun
     from qerl_lab.config.option import ConfigError, did_you_mean, option
@@ -62,6 +66,7 @@ DAMAGED = (ValueError, EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError)
 STAGGER_SECONDS = 30.0  # between the starts of runs on one GPU: engines that start at once compete for its memory
 START_SECONDS = 60.0  # start no run with less time left, because an engine needs about as long to start
 GRACE_SECONDS = 60.0  # for a stopped run to save
+LOOK_SECONDS = 0.5  # from a signal to this command until its runs are stopped
 QUEUE = "the queue's YAML file; its key may be left out"
 PARTS = "names of parts; none is all"
 EXTRA = "words added to every line, separated by blanks; they win over the file's words: words='scale=NAME'"
@@ -175,9 +180,9 @@ def _chosen_runs(runs: Sequence[Planned], queue: Queue, options: PlanOptions) ->
 def run(options: RunOptions) -> None:
     """Train and evaluate the next runs of the queue on this machine for `options.minutes`, and pack their records.
 
-    A run or evaluation that is not done by then is stopped; the same command on the same machine continues it. Raises
-    ConfigError if the main command refuses a run, or if a preregistered run comes before PREREGISTRATION.md is
-    complete.
+    A run or evaluation that is not done by then, or when a signal stops this command, is stopped; the same command on
+    the same machine continues it. Raises ConfigError if the main command refuses a run, or if a preregistered run comes
+    before PREREGISTRATION.md is complete.
     """
     queue, pack = read(Path(options.queue), split_words(options.words, f"words={options.words}")), Path(options.pack)
     make_directory(pack, f"pack={pack}")
@@ -192,7 +197,12 @@ def run(options: RunOptions) -> None:
             machine.pack(planned)  # again, because its pack may have been lost
         else:
             to_make.append(planned)
-    with ThreadPoolExecutor(options.jobs * options.gpus) as slots:
+
+    def stop(number: int, frame: FrameType | None) -> None:  # a signal may reach this process alone
+        machine.stopped.set()
+        raise KeyboardInterrupt
+
+    with handle_stop_signals(stop), ThreadPoolExecutor(options.jobs * options.gpus) as slots:
         started = [slots.submit(machine.make, planned, number) for number, planned in enumerate(to_make)]
         try:
             ended = [future.result() for future in started]
@@ -204,17 +214,21 @@ def run(options: RunOptions) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Trains and evaluates runs on this machine. `began` is the start of the command, by the monotonic clock."""
+    """Trains and evaluates runs on this machine. `began` is the start of the command, by the monotonic clock.
+
+    Once `stopped` is set, nothing starts, and what is running is stopped.
+    """
 
     queue: Queue
     options: RunOptions
     gpus: GpuPool
     began: float
+    stopped: threading.Event = field(default_factory=threading.Event)
 
     @property
     def until(self) -> float:
-        """Return when this command must end, in seconds of `time.monotonic`."""
-        return self.began + 60 * self.options.minutes
+        """Return when this command must end, in seconds of `time.monotonic`: at once after `stopped`."""
+        return self.began + 60 * (0 if self.stopped.is_set() else self.options.minutes)
 
     def run_folder(self, planned: Planned) -> Path:
         """Return the directory of a run on this machine."""
@@ -257,7 +271,7 @@ class Machine:
         first runs on a GPU start STAGGER_SECONDS apart.
         """
         if number < self.options.jobs * self.options.gpus:
-            time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
+            self.stopped.wait(STAGGER_SECONDS * (number // self.options.gpus))
         with self.gpus.take(1) as (gpu,):
             return self.make_on(planned, {"CUDA_VISIBLE_DEVICES": gpu} if self.options.gpus > 1 else {})
 
@@ -285,7 +299,7 @@ class Machine:
 
             def evaluate(number: int, line: str) -> bool:  # a finished evaluation only prints its table
                 """Wait `number` * STAGGER_SECONDS, run the evaluate command `line`, and return whether it succeeded."""
-                time.sleep(STAGGER_SECONDS * number)
+                self.stopped.wait(STAGGER_SECONDS * number)
                 command, *words = shlex.split(os.path.expandvars(line))
                 arguments = ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words]
                 return self._call(planned, arguments, visible) == OK
@@ -317,16 +331,19 @@ class Machine:
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         """Run Python with arguments `words` and environment variables `visible`; append its output to the console file.
 
-        Returns the exit code, or None if the time was up and the process was stopped.
+        Returns the exit code, or None if the time was up or this command was stopped, and so was the process.
         """
+        if self.until < time.monotonic():
+            return None
         make_directory(self._console_file(planned).parent, f"runs={self.options.runs}")
         with self._console_file(planned).open("ab") as console:
             line, environment = [sys.executable, *words], os.environ | visible
             process = subprocess.Popen(line, stdout=console, stderr=console, env=environment)
-            try:
-                return process.wait(max(0.0, self.until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)
+            while (left := self.until - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(LOOK_SECONDS, left))
+            # After Ctrl-C not SIGINT: the process has got one from the terminal, and a second one aborts a run.
+            process.send_signal(signal.SIGTERM if self.stopped.is_set() else signal.SIGINT)
             try:
                 process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:

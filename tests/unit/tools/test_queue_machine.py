@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from qerl_lab.record.environment import Typed
 from qerl_lab.tools import queue as command
 from qerl_lab.tools.queue import CollectOptions, Machine, RunOptions, collect, run
 from qerl_lab.tools.queue_file import DONE, FAILED, Planned, read_ledger, write_ledger
+from waiting import wait_for
 
 
 @pytest.mark.parametrize(("gpus", "seen", "expected"), [
@@ -51,6 +54,20 @@ seconds: 1
 parts:
   - {name: formats, lines: ["+experiment=bf16"], seeds: [0], preregistered: false, after: ["accuracy questions=2"]}
 """
+
+
+def test_a_stopped_machine_ends_its_process_and_starts_no_other(tmp_path: Path) -> None:
+    planned: Any = SimpleNamespace(key="one")
+    here = Machine(None, RunOptions(runs=str(tmp_path)), GpuPool(["0"], 1), time.monotonic())  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(here._call, planned, ["-c", "import time; print(1, flush=True); time.sleep(60)"], {})
+        wait_for(lambda: here._console_file(planned).exists() and here._console_file(planned).read_text())
+        began = time.monotonic()
+        here.stopped.set()
+        assert call.result() is None
+    assert time.monotonic() - began < 20
+    assert here._call(planned, ["-c", "print(2)"], {}) is None
+    assert here._console_file(planned).read_text() == "1\n"
 
 
 class Calls:
