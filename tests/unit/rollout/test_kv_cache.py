@@ -29,10 +29,10 @@ def settings(tiny, **changes):
 
 
 def test_it_holds_a_full_batch(tiny) -> None:
-    """In blocks of 16 tokens, a token more than the longest completion."""
-    assert kv_cache_bytes(settings(tiny, eval__questions=0), 1000, 100 * GIB) == 64 * 1040 * 1000
+    """In blocks of 16 tokens, a token more than the longest completion, and a block for vLLM itself."""
+    assert kv_cache_bytes(settings(tiny, eval__questions=0), 1000, 100 * GIB) == (64 * 1040 + 16) * 1000
     asked = settings(tiny, eval__questions=100, eval__samples=4, rollout__batch_size=200)
-    assert kv_cache_bytes(asked, 1000, 100 * GIB) == 200 * 1040 * 1000
+    assert kv_cache_bytes(asked, 1000, 100 * GIB) == (200 * 1040 + 16) * 1000
 
 
 def test_it_leaves_half_to_the_trainer_unless_a_size_was_asked_for(tiny) -> None:
@@ -46,5 +46,13 @@ def test_it_leaves_half_to_the_trainer_unless_a_size_was_asked_for(tiny) -> None
 def test_a_cache_too_small_for_one_completion_is_refused(changes: dict, who: str, tiny) -> None:
     with pytest.raises(ConfigError, match=who) as raised:
         kv_cache_bytes(settings(tiny, **changes), 10**6, GIB)
-    assert "1,024 tokens takes 0.95" in str(raised.value)
+    assert "1,024 tokens takes 0.97" in str(raised.value)
     assert "Type a lower rollout.max_completion_tokens" in str(raised.value)
+
+
+def test_a_cache_without_vllms_own_block_is_refused(tiny) -> None:
+    """One completion of 1,024 tokens takes 64 blocks, and vLLM would wait for the last of them forever."""
+    enough = 65 * 16 * 2**20 / GIB
+    assert kv_cache_bytes(settings(tiny, rollout__vllm__kv_cache_gib=enough), 2**20, GIB) == 65 * 16 * 2**20
+    with pytest.raises(ConfigError, match="kv_cache_gib"):
+        kv_cache_bytes(settings(tiny, rollout__vllm__kv_cache_gib=64 * enough / 65), 2**20, GIB)

@@ -1,5 +1,6 @@
 """Compute the size of the engine's key-value cache."""
 
+import math
 import os
 
 import torch
@@ -9,6 +10,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 
 BLOCK = 16  # tokens; vLLM allocates whole blocks
+OWN_BLOCKS = 1  # that vLLM takes of the cache for itself (`null_block` of its BlockPool)
 SHARE = 0.5  # of the memory free beside the weights; the trainer needs the rest for activations and gradients
 
 
@@ -33,14 +35,16 @@ def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
     if asked is None:
         at_once = min(rollout.batch_size, max(cfg.completions_per_gpu, cfg.eval.questions * cfg.eval.samples))
         blocks = longest // BLOCK + 1  # with room for one more token, so that no sequence waits for a block
-        size = min(at_once * blocks * BLOCK * per_token, int(SHARE * free))
+        size = min((at_once * blocks + OWN_BLOCKS) * BLOCK * per_token, int(SHARE * free))
     else:
         size = int(asked * GIB)
-    if size < longest * per_token:
+    # vLLM 0.26 accepts a cache without its own block, and then waits forever for the last block of a completion.
+    needed = (math.ceil(longest / BLOCK) + OWN_BLOCKS) * BLOCK * per_token
+    if size < needed:
         raise ConfigError(
             f"The key-value cache would have {size / GIB:.2f} GiB ({'rollout.vllm.kv_cache_gib' if asked else 'half'} "
             f"of the {free / GIB:.1f} GiB that are free), and one completion of rollout.max_prompt_tokens + "
-            f"max_completion_tokens = {longest:,} tokens takes {longest * per_token / GIB:.2f}. Type a lower "
+            f"max_completion_tokens = {longest:,} tokens takes {needed / GIB:.2f}. Type a lower "
             "rollout.max_completion_tokens, a larger rollout.vllm.kv_cache_gib, or rollout.vllm.kv_cache_dtype=fp8."
         )
     return size
