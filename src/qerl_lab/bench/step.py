@@ -99,17 +99,19 @@ class Watch(TrainerCallback):
 def rows_of_trl(job: Job) -> Iterator[Row]:
     """Train with TRL's trainer; yield one row that summarizes all steps but the first.
 
-    The row has no seconds by phase, because TRL does not report them.
+    The row has no seconds by phase, because TRL does not report them. Raises RuntimeError if the arm's words change the
+    number of completions in a step.
     """
     options, started = job.options, time.perf_counter()
     completions = options["groups"] * options["group_size"]
-    watch, micro_batches = Watch(completions), completions // options["micro_batch"]
+    micro_batch = job.overrides.get("per_device_train_batch_size", options["micro_batch"])
+    watch, micro_batches = Watch(completions), completions // micro_batch
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
         given = {  # sizes of the lab's arms, TRL's defaults for the rest
             "output_dir": folder, "use_vllm": True, "vllm_mode": "colocate",
             "vllm_gpu_memory_utilization": gpu_share(job),
             "vllm_max_model_length": options["prompt"] + options["new"], "model_init_kwargs": {"dtype": "bfloat16"},
-            "per_device_train_batch_size": options["micro_batch"], "gradient_accumulation_steps": micro_batches,
+            "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": micro_batches,
             "steps_per_generation": micro_batches, "num_generations": options["group_size"],
             "max_completion_length": options["new"], "max_steps": options["steps"] + 1, "logging_steps": 1,
             "learning_rate": 1e-5, "bf16": True, "gradient_checkpointing": True, "save_strategy": "no",
@@ -124,6 +126,12 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
             callbacks=[watch],
         )
         about: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(trainer.model)}
+        args = trainer.args
+        trained = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        if not args.generation_batch_size == trained == completions:  # `Watch` counts `completions`
+            raise RuntimeError(
+                f"a step samples {args.generation_batch_size} completions and trains {trained}, not {completions}"
+            )
         with clocks() as clock:
             trainer.train()
     if trainer.use_vllm:

@@ -51,6 +51,18 @@ def test_a_row_has_the_micro_batch_of_its_arm(tmp_path: Path) -> None:
     assert row["micro_batch"] == 2
 
 
+def test_an_arm_of_trl_samples_all_completions_whatever_its_micro_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled, alternate = list[int](), step.alternate
+    monkeypatch.setattr(step, "alternate", lambda texts, asked: sampled.append(len(texts)) or alternate(texts, asked))
+    (row,) = one_arm.rows_of(job(tmp_path, f"{TRL} per_device_train_batch_size=2", options(steps=1)))
+    assert (row["micro_batch"], row["completions"], sampled) == (2, 8, [8, 8])
+    fewer = job(tmp_path / "other", f"{TRL} gradient_accumulation_steps=1 steps_per_generation=1", options(steps=1))
+    with pytest.raises(RuntimeError, match="a step samples 4 completions and trains 4, not 8"):
+        list(one_arm.rows_of(fewer))
+
+
 def test_an_arm_may_have_adapters_on_fewer_layers(tmp_path: Path) -> None:
     (row,) = one_arm.rows_of(job(tmp_path, f"{LAB} lora.target_modules=[q_proj,v_proj]", options(steps=1)))
     assert row["grad_norm"] > 0
