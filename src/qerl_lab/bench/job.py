@@ -160,9 +160,9 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
 def check(options: AnyOptions) -> None:
     """Raise ConfigError if options cannot be measured.
 
-    Refused are an empty list of arms, batches or ranks, an invalid arm of the lab, a `micro_batch` that does not divide
-    the completions of a step, and a `scratch` that is no directory. The arguments of a baseline are refused by vLLM or
-    TRL in the arm's own process.
+    Refused are an empty list of arms, batches or ranks, an invalid arm of the lab, or one with another number of
+    completions in a step, a `micro_batch` that does not divide this number, and a `scratch` that is no directory. The
+    arguments of a baseline are refused by vLLM or TRL in the arm's own process.
     """
     for name in ("arms", "batches", "ranks"):
         if getattr(options, name, None) == []:
@@ -184,8 +184,16 @@ def check(options: AnyOptions) -> None:
             )
         if not job.is_baseline:
             try:
-                _ = job.config().optim.completions_at_once  # not null: only a run measures the free memory
+                cfg = job.config()
+                _ = cfg.optim.completions_at_once  # not null: only a run measures the free memory
             except ConfigError as error:
                 raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
+            own = cfg.rollout.prompts_per_step * cfg.rollout.group_size
+            if isinstance(options, StepOptions) and own != count:
+                raise ConfigError(
+                    f"the arm {job.arm!r} has {own} completions in a step (rollout.prompts_per_step x "
+                    f"rollout.group_size); allowed: groups x group_size = {count}, because rows compare steps of the "
+                    "same size. Type groups=N and group_size=N for all arms."
+                )
     if not Path(options.scratch).is_dir():
         raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")

@@ -48,6 +48,8 @@ def test_an_arm_is_a_name_and_overrides() -> None:
         (RolloutOptions(arms=["nvfp4 rollout.vllm.kv_cach_dtype=fp8"]), "Did you mean rollout.vllm.kv_cache_dtype?"),
         (RolloutOptions(arms=["nvfp4 rollout.vllm.linear_backend=fp4_tiles"], ranks=[32, 512]),
          "the arm 'nvfp4 rollout.vllm.linear_backend=fp4_tiles' with rank 512: .*fp4_tiles"),
+        (StepOptions(arms=["nvfp4 rollout.prompts_per_step=16"], scratch="/"),
+         "the arm 'nvfp4 rollout.prompts_per_step=16' has 128 completions in a step .* = 64"),
         (StepOptions(arms=["nvfp4 device=cpu gpus=3"]), r"rollout\.prompts_per_step=8 cannot be split over gpus=3"),
     ],
 )  # fmt: skip
