@@ -14,8 +14,12 @@ KIND = GGMLQuantizationType.Q4_1
 END = "<|im_end|>"
 
 
-def write_gguf(file: Path, *, seed: int = 0, template: bool = True) -> dict[str, np.ndarray]:
-    """Write the file. Returns the dequantized float32 values of its tensors, by name in the file."""
+def write_gguf(file: Path, *, seed: int = 0, template: bool = True, layers: int = LAYERS) -> dict[str, np.ndarray]:
+    """Write the file. Returns the dequantized float32 values of its tensors, by name in the file.
+
+    With fewer `layers` than LAYERS the tensors of the last ones are not in the file, as in the first part of a split
+    file.
+    """
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(2048)
     writer.add_embedding_length(HIDDEN)
@@ -26,7 +30,7 @@ def write_gguf(file: Path, *, seed: int = 0, template: bool = True) -> dict[str,
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     vocabulary = _add_tokenizer(writer, template)
-    values = _add_tensors(writer, vocabulary, np.random.default_rng(seed))
+    values = _add_tensors(writer, vocabulary, layers, np.random.default_rng(seed))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -56,10 +60,12 @@ def _add_tokenizer(writer: GGUFWriter, template: bool) -> int:
     return len(tokens)
 
 
-def _add_tensors(writer: GGUFWriter, vocabulary: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def _add_tensors(
+    writer: GGUFWriter, vocabulary: int, layers: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:  # fmt: skip
     kv = HIDDEN * KV_HEADS // HEADS
     shapes = {"token_embd": (vocabulary, HIDDEN), "output_norm": (HIDDEN,)}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         named = {
             "attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN), "attn_output": (HIDDEN, HIDDEN),
             "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER),

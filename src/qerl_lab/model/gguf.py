@@ -166,14 +166,15 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     """Dequantize a GGUF file and write model, tokenizer and `gguf.json` to the existing directory `folder`."""
     import torch
     from tokenizers import AddedToken, decoders
-    from transformers import TOKENIZER_MAPPING, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
+    from transformers import TOKENIZER_MAPPING, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
     from qerl_lab.model.chat import save_tokenizer
+    from qerl_lab.model.loading import load_by_transformers
 
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), use_safetensors=True,
-        dtype=getattr(torch, DTYPE), trust_remote_code=False,
-    )  # fmt: skip
+    dequantizes = GgufConfig(dequantize=True)
+    model = load_by_transformers(
+        file.parent, getattr(torch, DTYPE), gguf_file=file.name, quantization_config=dequantizes
+    )
     # AutoTokenizer alone would read the header once more, to find this class: 14 s for a vocabulary of 150,000.
     kind = TOKENIZER_MAPPING.get(type(model.config), object)
     if not issubclass(kind, PreTrainedTokenizerFast):  # mistral-common's, where vLLM is installed, reads no GGUF

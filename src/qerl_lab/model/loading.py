@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -82,6 +82,23 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "
         )
     model.tie_weights()
     return model.eval()
+
+
+def load_by_transformers(folder: Path, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
+    """Load the dense causal LM in `folder` with transformers' own loader, in `dtype`; "auto" is the stored dtype.
+
+    `options` are further arguments of `from_pretrained`. Raises ValueError if the files lack a weight of the model,
+    which transformers would fill with random numbers.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{folder / options.get('gguf_file', '')}: {some_of(missing, 1)} missing, of the weights of "
+            f"{type(model).__name__}"
+        )
+    return model
 
 
 def fill(

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.model.loading import load_by_transformers
 from qerl_lab.quantize import calibration
 from qerl_lab.quantize.quantize_options import SCHEMES, QuantizeOptions
 
@@ -31,7 +32,8 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
     """Quantize the model in `source` by AWQ or GPTQ; write weights and config files to `folder`. Call `check` first.
 
     `left_dense` are full names of the Linears that stay dense. Raises ConfigError if the dataset has too little text,
-    or `tokens` is longer than the model's context; ValueError if a layer does not divide into blocks.
+    or `tokens` is longer than the model's context; ValueError if the model lacks a weight, or a layer does not divide
+    into blocks.
     """
     longest = getattr(AutoConfig.from_pretrained(source, trust_remote_code=False), "max_position_embeddings", None)
     if longest is not None and options.tokens > longest:
@@ -51,7 +53,7 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
     )
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
     batches = DataLoader(cast(Dataset, rows), batch_size=1)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    model = load_by_transformers(source, "auto")
     which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[options.format], "ignore": left_dense}
     is_gptq = options.method == "gptq"
     recipe = [GPTQModifier(**which)] if is_gptq else [_awq_modifier(), QuantizationModifier(**which)]

@@ -101,8 +101,8 @@ def check(options: WarmupOptions) -> None:
 def warm_up(options: WarmupOptions) -> None:
     """Fine-tune all weights of a model on a task's worked solutions; write it and warmup.json to `options.out`.
 
-    Raises ConfigError if an option cannot work, or model or task cannot be loaded; ValueError if the model has NaN or
-    Inf, or the training diverged.
+    Raises ConfigError if an option cannot work, or model or task cannot be loaded; ValueError if the model lacks a
+    weight, has NaN or Inf, or the training diverged.
     """
     check(options)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
@@ -110,11 +110,11 @@ def warm_up(options: WarmupOptions) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for deterministic operations
     with terminal.quiet_imports():
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         from qerl_lab.model import policy, weight_files
         from qerl_lab.model.chat import save_tokenizer
-        from qerl_lab.model.loading import check_dense_values, refuse_packed
+        from qerl_lab.model.loading import check_dense_values, load_by_transformers, refuse_packed
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
     try:
@@ -132,8 +132,7 @@ def warm_up(options: WarmupOptions) -> None:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }  # fmt: skip
     refuse_packed(folder, f"model={options.model}", "because all its weights are trained. Type its path.")
-    dtype = getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    model = load_by_transformers(folder, getattr(torch, options.dtype))
     for name, parameter in model.named_parameters():
         check_dense_values(parameter, name=f"{folder}: {name}")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -138,6 +138,15 @@ def test_one_that_transformers_cannot_read_is_a_user_error(new_file: Path) -> No
     assert list(cache_folder().iterdir()) == []
 
 
+def test_a_part_of_a_split_file_is_refused(new_file: Path) -> None:
+    """transformers would fill the weights that are in the other parts with random numbers."""
+    write_gguf(new_file, layers=1)
+    said = r"m\.gguf: model\.layers\.1\.input_layernorm\.weight and 8 more missing, of the weights of LlamaForCausalLM"
+    with pytest.raises(ConfigError, match=said):
+        gguf.unpack(new_file)
+    assert list(cache_folder().iterdir()) == []
+
+
 @pytest.mark.parametrize("size", [0, 3, 10, 100, 2000, 30_000, 60_000, -10])
 def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
     file: Path, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch

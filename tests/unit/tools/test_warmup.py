@@ -21,7 +21,7 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.tools.warmup import IGNORED, WarmupOptions, check, tokenize, training_words, warm_up
-from small_checkpoints import write_dense, write_packed
+from small_checkpoints import edit_tensors, write_dense, write_packed
 
 
 def random_model(attention_dropout: float = 0.1) -> Qwen2ForCausalLM:
@@ -100,6 +100,16 @@ def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: 
     with pytest.raises(ValueError, match="the loss of update 1 is nan"):
         warm_up(options)
     assert not options.folder.with_name("out.partial").exists()
+
+
+def test_a_model_that_lacks_a_weight_is_refused(options: WarmupOptions, tmp_path: Path) -> None:
+    """transformers would fill it with random numbers, and the warm-up would train them."""
+    folder = write_dense(tmp_path / "holed", random_model())
+    edit_tensors(folder, **{"model.layers.1.mlp.up_proj.weight": None})
+    with pytest.raises(
+        ValueError, match=r"holed: model\.layers\.1\.mlp\.up_proj\.weight missing, of the weights of Qwen2"
+    ):
+        warm_up(replace(options, model=str(folder)))
 
 
 def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
