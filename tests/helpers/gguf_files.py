@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import dequantize, quantize
 
 from qerl_lab.model.on_disk import ASSETS
@@ -14,11 +14,13 @@ KIND = GGMLQuantizationType.Q4_1
 END = "<|im_end|>"
 
 
-def write_gguf(file: Path, *, seed: int = 0, template: bool = True, layers: int = LAYERS) -> dict[str, np.ndarray]:
+def write_gguf(
+    file: Path, *, seed: int = 0, template: bool = True, layers: int = LAYERS, rope_scaling: str = ""
+) -> dict[str, np.ndarray]:
     """Write the file. Returns the dequantized float32 values of its tensors, by name in the file.
 
     With fewer `layers` than LAYERS the tensors of the last ones are not in the file, as in the first part of a split
-    file.
+    file. `rope_scaling` is "llama3", which makes a tensor, or a type of llama.cpp, such as "yarn".
     """
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(2048)
@@ -30,6 +32,11 @@ def write_gguf(file: Path, *, seed: int = 0, template: bool = True, layers: int 
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     vocabulary = _add_tokenizer(writer, template)
+    if rope_scaling == "llama3":
+        writer.add_tensor("rope_freqs.weight", np.array([1, 1, 1, 1, 2, 4, 8, 8], np.float32))
+    elif rope_scaling:
+        writer.add_rope_scaling_type(RopeScalingType(rope_scaling))
+        writer.add_rope_scaling_factor(4.0)
     values = _add_tensors(writer, vocabulary, layers, np.random.default_rng(seed))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

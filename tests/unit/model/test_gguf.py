@@ -147,6 +147,22 @@ def test_a_part_of_a_split_file_is_refused(new_file: Path) -> None:
     assert list(cache_folder().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [("llama3", "rope_freqs.weight"), ("linear", "llama.rope.scaling.type"), ("yarn", "llama.rope.scaling.type")],
+)
+def test_scaled_rotary_positions_are_refused_because_transformers_drops_them(
+    new_file: Path, scaling: str, said: str
+) -> None:
+    write_gguf(new_file, rope_scaling=scaling)
+    with pytest.raises(
+        ConfigError, match=rf"m\.gguf scales its rotary positions \({said}\), which transformers leaves"
+    ):
+        gguf.unpack(new_file)
+    write_gguf(new_file, rope_scaling="none")
+    assert gguf.unpack(new_file).is_dir()
+
+
 @pytest.mark.parametrize("size", [0, 3, 10, 100, 2000, 30_000, 60_000, -10])
 def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
     file: Path, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
