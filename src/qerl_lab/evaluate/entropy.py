@@ -155,7 +155,7 @@ def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
     name, path = split_name_and_path(options.prompts)
     task = load_questions(task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
-    dense = policy.build(cfg, device)
+    dense = policy.build(cfg, device, fits_norms=True)
     prompts = [dense.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]
     most = options.max_completion_tokens
     print(f"sampling {len(prompts)} completions of at most {most} tokens by the dense model, on {device}", flush=True)

@@ -9,7 +9,9 @@ import sys
 
 from qerl_lab.aqn import Noise
 from qerl_lab.aqn.solver import solve
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig
+from qerl_lab.config.spelling import spell_list
 from qerl_lab.evaluate import kl
 from qerl_lab.evaluate.entropy import compare_to_dense, run_config, sample_texts
 from qerl_lab.evaluate.evaluate_options import EntropyOptions, SigmaOptions
@@ -25,13 +27,21 @@ QUESTIONS, DRAWS = 64, 8
 def run(options: SigmaOptions) -> None:
     """Print the KL of each format and of each of `options.sigmas`, and the sigma for each of `options.kls`.
 
-    Raises ConfigError if the model cannot be loaded or is packed.
+    Raises ConfigError if the model cannot be loaded, is packed, or has no norm that can get noise.
     """
     folder = local_folder(options.model, None, key="model")
     refuse_packed(folder, f"model={options.model}", "against which the KL is measured. Type its path.")
     device = policy.device_of("auto")
     texts_options = EntropyOptions(model=options.model, questions=QUESTIONS, max_completion_tokens=64)
     texts = sample_texts(texts_options, device)
+    norms = list(dict.fromkeys(name.rpartition(".")[2] for name in texts.policy.norms))
+    if not norms:
+        raise ConfigError(
+            f"model={options.model} has no norm to which AQN can add noise; allowed: RMSNorm layers that feed a linear "
+            "layer. Type another model."
+        )
+    if {*norms} != {*AqnConfig().norms}:
+        print(f"noise on the norms of this model: a run needs aqn.norms={spell_list(norms)}")
     print(f"{len(texts.pairs)} completions, {len(texts.states)} tokens, on {device}")
     for name in FORMATS:
         model, _ = policy.load_base(run_config(texts_options, name), device)

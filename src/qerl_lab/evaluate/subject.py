@@ -139,7 +139,7 @@ def load_policy(subject: Subject) -> Policy:
     cfg = subject.cfg
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
-    loaded = policy.build(cfg, policy.device_of(cfg.device))
+    loaded = policy.build(cfg, policy.device_of(cfg.device), fits_norms=True)
     loaded.chat.day = subject.day
     loaded.model.requires_grad_(False)  # so that the engine keeps no room for gradients
     if subject.adapter is not None:
@@ -150,7 +150,7 @@ def load_policy(subject: Subject) -> Policy:
 @contextmanager
 def dequantized_subject(subject: Subject) -> Iterator[Subject]:
     """Context manager: yield the subject with its packed layers dequantized to bfloat16, in a temporary folder."""
-    loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device))
+    loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device), fits_norms=True)
     tensors = dense_tensors(loaded, torch.bfloat16)
     own = local_folder(subject.cfg.model.path, subject.cfg.model.revision)
     config = {key: value for key, value in read_json(own / "config.json").items() if key != "quantization_config"}

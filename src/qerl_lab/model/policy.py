@@ -71,7 +71,7 @@ class Policy:
     @property
     def device(self) -> torch.device:
         """Return the device that holds the policy."""
-        return next(iter(self.clean_norms.values())).device
+        return self.base.device
 
     @property
     def drops_out(self) -> bool:
@@ -184,14 +184,17 @@ def compute_dtype(cfg: RunConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, cfg.model.dtype)
 
 
-def build(cfg: RunConfig, device: torch.device) -> Policy:
+def build(cfg: RunConfig, device: torch.device, *, fits_norms: bool = False) -> Policy:
     """Build the policy: load the base, pack its Linears, find the norms that get noise, attach new adapters.
 
     The adapters are initialized from cfg.seed. With lora=full there are none, and all weights of the base are trained.
+    With `fits_norms`, for commands without the option aqn.norms, cfg.aqn.norms is set to the norms that the base has.
     Raises ConfigError if the model cannot be loaded, lacks a module that `cfg` names, or a norm of aqn.norms feeds no
     linear layer.
     """
     base, tokenizer = load_base(cfg, device)
+    if fits_norms:
+        cfg.aqn.norms = fitting_norms(base, cfg.aqn.norms)
     norms = {name: hold_in_float32(norm) for name, norm in noisy_norms(base, cfg.aqn.norms, cfg.model.path).items()}
     if cfg.trains_all:
         dtype = base.dtype
@@ -208,8 +211,8 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
     Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
 
-    Raises ConfigError if a name in `names` fits no module, or fits a module that feeds no linear layer. `path` is
-    model.path, for the message.
+    Raises ConfigError if a name in `names` fits no module, or fits a module that feeds no linear layer or cannot be
+    held in float32. `path` is model.path, for the message.
     """
     found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in names}
     feeding = _norms_before_linears(model)
@@ -221,7 +224,30 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
             f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the "
             f"norms before q, k, v and gate, up; allowed: {', '.join(allowed) or 'none of this model'}.{remedy}"
         )
+    if biased := [name for name, module in found.items() if not _can_be_float32(module)]:
+        raise ConfigError(
+            f"aqn.norms={spell_list(names)}: in {path} {biased[0]} has a bias, and torch computes such a norm in one "
+            "dtype, noise needs float32; allowed: norms without bias. Type model.dtype=float32, or another model."
+        )
     return found
+
+
+def _can_be_float32(norm: nn.Module) -> bool:
+    """Tell whether `hold_in_float32` can convert `norm`: torch's LayerNorm with a bias takes no mixed dtypes."""
+    return getattr(norm, "bias", None) is None or norm.get_parameter("weight").dtype == torch.float32
+
+
+def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return `names` if `noisy_norms` accepts them, else the last name parts of all norms that it would accept.
+
+    The list is empty if there is none, as in OLMo 2, where no norm feeds a linear layer.
+    """
+    try:
+        noisy_norms(model, names, "")
+    except ConfigError:
+        found = [name for name in _norms_before_linears(model) if _can_be_float32(model.get_submodule(name))]
+        return sorted({name.rpartition(".")[2] for name in found})
+    return list(names)
 
 
 @torch.no_grad()

@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import sigma
 from qerl_lab.formats import FORMATS
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
+from small_checkpoints import write_dense
 
 
 def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -57,3 +59,25 @@ def test_the_sigma_of_a_kl_has_that_kl(monkeypatch: pytest.MonkeyPatch, capsys: 
         *_, line = capsys.readouterr().out.splitlines()
         assert float(re.search(r"clean +([\d.]+) nats", line)[1]) == pytest.approx(float(found[2]), rel=0.02)
     assert asked[0] != asked[1]
+
+
+@pytest.mark.parametrize(("kind", "norms"), [("gemma2", "[input_layernorm,pre_feedforward_layernorm]"), ("olmo2", "")])
+def test_a_model_with_other_norms_can_be_measured(
+    kind: str, norms: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """These commands have no option aqn.norms."""
+    vocabulary = AutoConfig.from_pretrained(ASSETS).vocab_size
+    config = AutoConfig.for_model(
+        kind, vocab_size=vocabulary, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    model = f"model={write_dense(tmp_path / 'm', AutoModelForCausalLM.from_config(config))}"
+    few = ["questions=2", "max_completion_tokens=4", "device=cpu", f"out={tmp_path / 'out'}"]
+    assert evaluate.main(["accuracy", model, "benchmarks=arithmetic", "format=nvfp4", "common=true", *few]) == 0
+    assert evaluate.main(["entropy", model, "formats=nvfp4", *few, "overwrite=true"]) == 0
+    monkeypatch.setattr(sigma, "QUESTIONS", 2)
+    monkeypatch.setattr(sigma, "DRAWS", 1)
+    monkeypatch.setattr(sigma, "FORMATS", {})
+    assert evaluate.main(["sigma", model, "sigmas=[0.1]"]) == (0 if norms else 2)
+    said = capsys.readouterr()
+    assert (f"a run needs aqn.norms={norms}\n" in said.out) if norms else ("no norm to which AQN can add" in said.err)

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig
 from qerl_lab.model.dense import base_tensors
-from qerl_lab.model.policy import hold_in_float32, noisy_norms
+from qerl_lab.model.policy import fitting_norms, hold_in_float32, noisy_norms
 
 USUAL = AqnConfig().norms
 BEFORE = ["input_layernorm", "pre_feedforward_layernorm"]  # of Gemma, which has norms after the layers too
@@ -46,6 +46,22 @@ def test_norms_that_feed_no_linear_layer_are_refused_and_those_that_do_are_named
     with pytest.raises(ConfigError, match=rf"\.{refused[-1]} feeds no linear.*Type aqn\.norms=\[{','.join(allowed)}\]"):
         noisy_norms(model, refused, "M")
     assert len(noisy_norms(model, allowed, "M")) == 4
+
+
+def test_a_norm_with_a_bias_is_refused_where_it_would_have_two_dtypes() -> None:
+    """torch's LayerNorm takes no float32 weight with a bfloat16 input."""
+    assert len(noisy_norms(small("starcoder2"), USUAL, "M")) == 4
+    with pytest.raises(ConfigError, match=r"layers\.0\.input_layernorm has a bias.*Type model\.dtype=float32"):
+        noisy_norms(small("starcoder2", torch.bfloat16), USUAL, "M")
+
+
+@pytest.mark.parametrize(("kind", "fitting"), [
+    ("qwen3", USUAL), ("gemma2", BEFORE), ("cohere", ["input_layernorm"]), ("olmo2", []), ("starcoder2", []),
+])  # fmt: skip
+def test_a_command_without_the_option_takes_the_norms_that_the_model_has(kind: str, fitting: list[str]) -> None:
+    model = small(kind, torch.bfloat16)
+    assert fitting_norms(model, USUAL) == fitting
+    assert len(noisy_norms(model, fitting, "M")) == 2 * len(fitting)
 
 
 def logits_and_gradient(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
