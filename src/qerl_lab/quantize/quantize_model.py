@@ -23,6 +23,7 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import POCKET, FormatConfig
 from qerl_lab.config.spelling import hydra_override, shell_line, spell_list
 from qerl_lab.formats.format import Format
+from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
@@ -125,9 +126,13 @@ def read_source(options: QuantizeOptions) -> Source:
             raise ValueError(f"{weights.where(name)}: {name} has shape {found}, config.json asks for {asked}")
     dense = [name for name in linears if name not in packed]
     tied = [name for name in dense if not is_ignored(name, options.ignore)]  # to an embedding
+    ignore = options.ignore
+    if isinstance(weight_format, Nf4):  # transformers takes a module for the beginning of names: layers.1 for layers.10
+        inside = {entry: [name for name in linears if name.startswith(f"{entry}.")] for entry in ignore}
+        ignore = [name for entry in ignore for name in inside[entry] or [entry]]
     try:
         dtype = weights.dtype(f"{packed[0]}.weight")
-        quantization_config = weight_format.quantization_config([*options.ignore, *tied], dtype)
+        quantization_config = weight_format.quantization_config([*ignore, *tied], dtype)
     except ValueError as error:
         raise ConfigError(
             f"{_spell_ignore(options)} with format={options.format}: {error}. "

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from packed_layers import tiny_model
 from qerl_lab.cli import train
@@ -21,7 +22,7 @@ from qerl_lab.quantize import quality
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tools.warmup import WarmupOptions
 from qerl_lab.tools.warmup import check as check_warmup
-from small_checkpoints import edit_config, edit_tensors, write_dense
+from small_checkpoints import edit_config, edit_tensors, write_dense, write_random
 
 NO_MODEL = "transformers makes no causal language model of model/config"
 SHARDS = "shard_gb=2e-5"  # 20 kB: several files
@@ -191,6 +192,20 @@ def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, mod
     loaded, _ = policy.load_base(plan.jobs[0].config, torch.device("cpu"))
     kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in loaded.named_modules()}
     assert (kinds["v_proj"], kinds["lm_head"], kinds["q_proj"]) == ("Linear", "Linear", "PackedLinear")
+
+
+def test_transformers_reads_a_module_in_ignore_of_nf4_as_the_lab_does(here):
+    """It compares beginnings of names, and would take layers.1 for layers.10 too."""
+    (here / "model").mkdir()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 11, "num_attention_heads": 4}
+    write_random(here / "model", **sizes)
+    assert run("model=model", "out=out", "format=nf4", "ignore=[lm_head,model.layers.1]") == 0
+    skipped = AutoConfig.from_pretrained("out").quantization_config["llm_int8_skip_modules"]
+    names = WeightFiles(Path("out")).names
+    packed = [name.removesuffix(".weight.absmax") for name in names if name.endswith(".weight.absmax")]
+    assert len(packed) == 7 * 10
+    assert all(should_convert_module(name, skipped) for name in packed)
+    assert not should_convert_module("model.layers.1.mlp.up_proj", skipped)
 
 
 def test_a_tied_head_is_left_dense_and_said_to_be(here):
