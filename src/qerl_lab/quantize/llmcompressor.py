@@ -58,7 +58,7 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
     is_gptq = options.method == "gptq"
     recipe = [GPTQModifier(**which)] if is_gptq else [_awq_modifier(), QuantizationModifier(**which)]
     oneshot(model=model, processor=tokenizer, recipe=recipe, dataset=batches)
-    model.save_pretrained(folder, save_compressed=True)
+    model.save_pretrained(folder, save_compressed=True, max_shard_size=int(options.shard_gb * 1e9))
 
 
 def check(options: QuantizeOptions) -> None:

@@ -42,7 +42,7 @@ class QuantizeOptions(Writes):
     exponent_rule: str = same_as(FormatConfig, "exponent_rule")
     activations: str = same_as(FormatConfig, "activations")
     device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=DEVICES)
-    shard_gb: float = option(2.0, "largest file of weights in GB, and so the memory that one takes", above=0)
+    shard_gb: float = option(2.0, "largest file of weights in GB, and so the memory that one takes with rtn", above=0)
     dataset: str = option(
         "open-thoughts/OpenThoughts-114k",
         "awq, gptq: calibration texts, a hub id (the paper's is the default) or a local .txt or .jsonl file",
