@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -23,12 +24,18 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
     Each text ends with an end token, or as the chat template ends a conversation. `dataset` is a .txt file (one text),
     a .jsonl file or a hub id (split train); `seed` shuffles its rows. A row is its `text`, or a conversation rendered
     by the model's chat template: `messages` (role, content), `conversations` (from, value), or GSM8K's `question` and
-    `answer`. Raises ConfigError for an unreadable dataset, a row without such columns, and a dataset of fewer tokens
-    than `samples` * `tokens`.
+    `answer`. Raises ConfigError for an unreadable dataset, a row without such columns or that the chat template
+    refuses, and a dataset of fewer tokens than `samples` * `tokens`.
     """
     needed, ids = samples * tokens, list[int]()
     for number, row in enumerate(_rows(dataset, seed)):
-        text = _text_of(row, tokenizer) if isinstance(row, Mapping) else None
+        try:
+            text = _text_of(row, tokenizer) if isinstance(row, Mapping) else None
+        except (KeyError, TypeError, ValueError, TemplateError) as error:
+            raise ConfigError(
+                f"dataset={dataset}: row {number} is no conversation that the model's chat template takes "
+                f"({type(error).__name__}: {first_line(error)}); allowed: {FIELDS}. Leave such rows out."
+            ) from error
         if text is None:
             raise ConfigError(f"dataset={dataset}: row {number} is {str(row)[:60]}; allowed: {FIELDS}.")
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -90,11 +90,20 @@ def test_error_on_too_little_text_says_how_much_there_is(tmp_path: Path) -> None
             r"row 0 is {'prompt': 1, 'label': 2}; allowed: text; messages or conversations; question",
         ),
         ('{"text": 3}', r"row 0 is {'text': 3}; allowed: text"),
+        ('{"conversations": [{"role": "user", "content": "9"}]}', r"row 0 is no conversation .* \(KeyError: 'from'\)"),
+        (
+            '{"messages": [{"role": "tool", "content": "9"}]}',
+            r"template takes \(TemplateError: no tools\); allowed: text;",
+        ),
         ("[1, 2]", r"row 0 is \[1, 2\]; allowed: text"),
         ("{text", r"'\{text' is no JSON"),
     ],
 )
-def test_error_on_rows_that_are_no_texts(tmp_path: Path, line: str, message: str) -> None:
+def test_error_on_rows_that_are_no_texts(
+    tmp_path: Path, line: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", refusal + TOKENIZER.chat_template)
     (tmp_path / "rows.jsonl").write_text(line)
     with pytest.raises(ConfigError, match=message):
         sequences(str(tmp_path / "rows.jsonl"), 1, 4)
