@@ -78,13 +78,18 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
 
 
 def _check_context(cfg: RunConfig) -> None:
-    """Raise ConfigError if the longest completion fills the context of a model on this machine."""
+    """Raise ConfigError if prompt and completion can exceed the context of a model on this machine."""
     folder, longest = on_disk.local_path(cfg.model.path), cfg.rollout.max_completion_tokens
     context = on_disk.context_tokens(read_json(folder / "config.json")) if folder else None
     if context is not None and longest >= context:
         raise ConfigError(
             f"max_completion_tokens={longest} leaves no room for a question, because model.path={cfg.model.path} was "
             f"made for {context} tokens. Type max_completion_tokens={context // 2}."
+        )
+    if context is not None and (prompt := cfg.rollout.max_prompt_tokens) + longest > context:
+        raise ConfigError(
+            f"max_prompt_tokens={prompt} and max_completion_tokens={longest} are {prompt + longest} tokens, and "
+            f"model.path={cfg.model.path} was made for {context}. Type max_prompt_tokens={context - longest}."
         )
 
 
@@ -123,8 +128,8 @@ def _resolve_model(options: AccuracyOptions) -> Subject:
             )
     context = on_disk.context_tokens(read_json(folder / "config.json"))
     if context is not None:
-        cfg.rollout.max_completion_tokens = min(LONGEST, context // 2)
-        cfg.rollout.max_prompt_tokens = context - cfg.rollout.max_completion_tokens
+        cfg.rollout.max_completion_tokens = options.max_completion_tokens or min(LONGEST, context // 2)
+        cfg.rollout.max_prompt_tokens = context - cfg.rollout.max_completion_tokens  # what a completion leaves
     return Subject(f"{said} in {cfg.format.name}", cfg, run_seed=options.seed or 0)
 
 

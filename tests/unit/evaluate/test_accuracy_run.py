@@ -75,6 +75,13 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     shutil.rmtree(run_dir / "evaluations")
 
 
+def test_questions_of_a_model_alone_have_the_context_that_completions_leave() -> None:
+    for typed, longest in ((None, 1024), (1500, 1500)):
+        options = AccuracyOptions(model="pocket", max_completion_tokens=typed, device="cpu")
+        lengths = subject.resolve_subject(options).cfg.rollout
+        assert (lengths.max_prompt_tokens, lengths.max_completion_tokens) == (2048 - longest, longest)
+
+
 def test_the_released_codes_grading_counts_the_first_character(run_dir, tmp_path, capsys) -> None:
     words = ["questions=4", "samples=2", "max_completion_tokens=40", "grading=first_character"]
     assert go(f"run={run_dir}", *words, f"out={tmp_path / 'out'}") == 0
