@@ -30,6 +30,9 @@ from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 from qerl_lab.tasks import Task
 from qerl_lab.tasks.question_files import reword_path_error
 
+DAY_WITHOUT_RUN = date(
+    2026, 1, 1
+)  # day of a model without a run: fixed, so that all its evaluations have the same prompts
 LONGEST = 4096  # completion tokens for a model without a run, if its context allows
 
 
@@ -43,7 +46,7 @@ class Subject:
     base: ModelConfig | None = None  # with lora=full the model before training; `cfg.model` is the trained one
     run_seed: int = 0  # seed of the run, whatever `seed=` is; for a model alone the sampling seed
     arm: Mapping[str, str] = field(default_factory=dict)  # of a run: settings as text, hash of training questions
-    day: date = field(default_factory=date.today)  # on which the run started, for chat templates that print it
+    day: date = DAY_WITHOUT_RUN  # on which the run started, for chat templates that print it
 
     @property
     def is_dense(self) -> bool:

@@ -82,6 +82,16 @@ def test_questions_of_a_model_alone_have_the_context_that_completions_leave() ->
         assert (lengths.max_prompt_tokens, lengths.max_completion_tokens) == (2048 - longest, longest)
 
 
+def test_a_template_that_prints_the_date_gives_a_model_alone_the_same_prompts_on_every_day(tmp_path: Path) -> None:
+    """Otherwise an evaluation that continues tomorrow would mix two prompts."""
+    model = shutil.copytree(ASSETS, tmp_path / "dated")
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}\n" + template.read_text())
+    asked = subject.load_policy(subject.resolve_subject(AccuracyOptions(model=str(model), device="cpu")))
+    ids = asked.prompt_ids([{"role": "user", "content": "1+1?"}])
+    assert asked.prompt(ids).startswith("01 Jan 2026\n")
+
+
 def test_the_released_codes_grading_counts_the_first_character(run_dir, tmp_path, capsys) -> None:
     words = ["questions=4", "samples=2", "max_completion_tokens=40", "grading=first_character"]
     assert go(f"run={run_dir}", *words, f"out={tmp_path / 'out'}") == 0
