@@ -205,7 +205,7 @@ def train(
 
     from qerl_lab.model.chat import pad_id
 
-    on_gpu, updates = model.device.type == "cuda", math.ceil(options.epochs * len(rows) / options.batch_size)
+    on_gpu, updates = model.device.type == "cuda", count_updates(options.epochs, len(rows), options.batch_size)
     config = SFTConfig(
         output_dir=str(folder), save_strategy="no", max_steps=updates, seed=options.seed, use_cpu=not on_gpu,
         per_device_train_batch_size=min(options.micro_batch_size, options.batch_size),
@@ -233,6 +233,12 @@ def train(
             raise ValueError(f"the loss of update {update} is {loss}. Type a smaller learning_rate than "
                              f"{options.learning_rate:g}.")  # fmt: skip
     return losses
+
+
+def count_updates(epochs: float, rows: int, batch_size: int) -> int:
+    """Return the number of updates in `epochs` passes; the last update of a pass takes the rows that are left."""
+    rest, passes = math.modf(epochs)
+    return int(passes) * math.ceil(rows / batch_size) + math.ceil(rest * rows / batch_size)
 
 
 def training_words(options: WarmupOptions) -> list[str]:

@@ -20,7 +20,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.tools.warmup import IGNORED, WarmupOptions, check, tokenize, training_words, warm_up
+from qerl_lab.tools.warmup import IGNORED, WarmupOptions, check, count_updates, tokenize, training_words, warm_up
 from small_checkpoints import edit_tensors, write_dense, write_packed
 
 
@@ -92,6 +92,20 @@ def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: Wa
         found[size] = json.loads((tmp_path / str(size) / "warmup.json").read_text())["losses"]
     assert found[1] == pytest.approx(found[8], rel=1e-3)
     assert found[4] == pytest.approx(found[8], rel=1e-3)
+
+
+def test_every_solution_is_seen_once_in_each_pass(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last update of a pass is not full."""
+    seen, step = list[int](), SFTTrainer.training_step
+
+    def counted(trainer: SFTTrainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *more: object) -> object:
+        seen.append(len(inputs["input_ids"]))
+        return step(trainer, model, inputs, *more)
+
+    monkeypatch.setattr(SFTTrainer, "training_step", counted)
+    warm_up(replace(options, questions=9, epochs=2))
+    assert sum(seen) == 2 * 9
+    assert [count_updates(epochs, 7473, 64) for epochs in (0.1, 1, 3)] == [12, 117, 351]
 
 
 def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
