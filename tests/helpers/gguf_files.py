@@ -15,12 +15,19 @@ END = "<|im_end|>"
 
 
 def write_gguf(
-    file: Path, *, seed: int = 0, template: bool = True, layers: int = LAYERS, rope_scaling: str = ""
+    file: Path,
+    *,
+    seed: int = 0,
+    template: bool = True,
+    layers: int = LAYERS,
+    rope_scaling: str = "",
+    bias: bool = False,
 ) -> dict[str, np.ndarray]:
     """Write the file. Returns the dequantized float32 values of its tensors, by name in the file.
 
     With fewer `layers` than LAYERS the tensors of the last ones are not in the file, as in the first part of a split
     file. `rope_scaling` is "llama3", which makes a tensor, or a type of llama.cpp, such as "yarn".
+    With `bias` an attention layer has a bias, for which transformers has no place in a llama.
     """
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(2048)
@@ -37,6 +44,8 @@ def write_gguf(
     elif rope_scaling:
         writer.add_rope_scaling_type(RopeScalingType(rope_scaling))
         writer.add_rope_scaling_factor(4.0)
+    if bias:
+        writer.add_tensor("blk.0.attn_q.bias", np.ones(HIDDEN, np.float32))
     values = _add_tensors(writer, vocabulary, layers, np.random.default_rng(seed))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

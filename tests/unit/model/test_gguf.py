@@ -147,6 +147,14 @@ def test_a_part_of_a_split_file_is_refused(new_file: Path) -> None:
     assert list(cache_folder().iterdir()) == []
 
 
+def test_a_weight_that_transformers_would_leave_out_is_an_error(new_file: Path) -> None:
+    write_gguf(new_file, bias=True)
+    with pytest.raises(
+        ConfigError, match=r"it has 89,152 weights, and LlamaForCausalLM 89,088: some would be left out"
+    ):
+        gguf.unpack(new_file)
+
+
 @pytest.mark.parametrize(
     ("scaling", "said"),
     [("llama3", "rope_freqs.weight"), ("linear", "llama.rope.scaling.type"), ("yarn", "llama.rope.scaling.type")],
