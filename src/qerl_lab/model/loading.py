@@ -88,7 +88,7 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str, **options: Any)
     """Load the dense causal LM in `folder` with transformers' own loader, in `dtype`; "auto" is the stored dtype.
 
     `options` are further arguments of `from_pretrained`. Raises ValueError if the files lack a weight of the model,
-    which transformers would fill with random numbers.
+    which transformers would fill with random numbers, or have a weight that it would leave out.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
@@ -98,6 +98,8 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str, **options: Any)
             f"{folder / options.get('gguf_file', '')}: {some_of(missing, 1)} missing, of the weights of "
             f"{type(model).__name__}"
         )
+    if extra := sorted(name for name in info["unexpected_keys"] if not re.search(_COMPUTED, name)):
+        raise ValueError(f"{folder}: {some_of(extra, 1)} in no module of {type(model).__name__}")
     return model
 
 

@@ -116,8 +116,14 @@ def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: 
     assert not options.folder.with_name("out.partial").exists()
 
 
-def test_a_model_that_lacks_a_weight_is_refused(options: WarmupOptions, tmp_path: Path) -> None:
-    """transformers would fill it with random numbers, and the warm-up would train them."""
+def test_a_model_that_lacks_a_weight_or_has_one_more_is_refused(options: WarmupOptions, tmp_path: Path) -> None:
+    """transformers would fill it with random numbers, which the warm-up would train, or leave it out."""
+    folder = write_dense(tmp_path / "more", random_model())
+    edit_tensors(folder, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})
+    with pytest.raises(
+        ValueError, match=r"more: model\.layers\.0\.self_attn\.q_norm\.weight in no module of Qwen2ForCausal"
+    ):
+        warm_up(replace(options, model=str(folder)))
     folder = write_dense(tmp_path / "holed", random_model())
     edit_tensors(folder, **{"model.layers.1.mlp.up_proj.weight": None})
     with pytest.raises(
