@@ -30,9 +30,8 @@ from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 from qerl_lab.tasks import Task
 from qerl_lab.tasks.question_files import reword_path_error
 
-DAY_WITHOUT_RUN = date(
-    2026, 1, 1
-)  # day of a model without a run: fixed, so that all its evaluations have the same prompts
+# For a model without a run: a fixed day, so that all its evaluations have the same prompts.
+DAY_WITHOUT_RUN = date(2026, 1, 1)
 LONGEST = 4096  # completion tokens for a model without a run, if its context allows
 
 
