@@ -154,9 +154,9 @@ def test_two_engines_are_never_in_memory_together(run_dir, tmp_path, monkeypatch
     """The packed base is built twice: for its own engine, and to be dequantized for the common one."""
     built, alive, build = list[weakref.ref[torch.nn.Module]](), list[int](), policy.build
 
-    def build_and_count(cfg: RunConfig, device: torch.device) -> policy.Policy:
+    def build_and_count(cfg: RunConfig, device: torch.device, **given: Any) -> policy.Policy:
         alive.append(sum(model() is not None for model in built))
-        made = build(cfg, device)
+        made = build(cfg, device, **given)
         built.append(weakref.ref(made.model))
         return made
 
