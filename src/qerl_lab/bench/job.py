@@ -160,9 +160,9 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
 def check(options: AnyOptions) -> None:
     """Raise ConfigError if options cannot be measured.
 
-    Refused are an empty list of arms, batches or ranks, an invalid arm of the lab, or one with another number of
-    completions in a step, a `micro_batch` that does not divide this number, and a `scratch` that is no directory. The
-    arguments of a baseline are refused by vLLM or TRL in the arm's own process.
+    It refuses empty lists of arms, batches or ranks; an arm of the lab that is invalid or has another number of
+    completions in a step; a `micro_batch` that does not divide this number; and a `scratch` that is no directory. vLLM
+    or TRL check the arguments of a baseline in the arm's own process.
     """
     for name in ("arms", "batches", "ranks"):
         if getattr(options, name, None) == []:

@@ -136,7 +136,7 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
             trainer.train()
     if trainer.use_vllm:
         about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
-    yield summarize(job, watch.found, trainer.args.per_device_train_batch_size) | about | clock | memory_at_end()
+    yield summarize(job, watch.found, micro_batch) | about | clock | memory_at_end()
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

@@ -14,12 +14,10 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
-from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import TEXT, check_type, describe_type, spell_value, type_of_key, types_by_key
+from qerl_lab.config.keys import METADATA, TEXT, check_type, describe_type, spell_value, type_of_key, types_by_key
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import quote_text, quoted, shell_override
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
@@ -93,14 +91,13 @@ def _check_override(override: Override) -> None:
             raise unknown_option_error(name, value, choices_of(name))
         return
     kind = type_of_key(name)
-    metadata = {leaf.name: leaf.field.metadata for leaf in leaves(RunConfig())}[name]
     for given in override.sweep_iterator() if override.is_sweep_override() else [value]:
         value = given.text if isinstance(given, QuotedString) else given
         if type(value) in (int, float) and kind in TEXT:
             value = str(value)  # a commit or a directory made of digits
         if not (isinstance(value, str) and "${" in value):  # an interpolation is checked after composition
             try:
-                check_type(name, kind, value, metadata)
+                check_type(name, kind, value, METADATA[name])
             except ConfigError as error:
                 if not override.is_sweep_override():
                     raise

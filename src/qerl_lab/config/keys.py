@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from qerl_lab.config.arm import values_of
+from qerl_lab.config.arm import leaves, values_of
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
+METADATA = {leaf.name: leaf.field.metadata for leaf in leaves(RunConfig())}  # by dotted key: default, choices, ...
 # How an error names each type, and an example value for a key whose default is null or empty.
 TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     str: ("text", "NAME"),

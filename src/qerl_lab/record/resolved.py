@@ -1,6 +1,7 @@
 """RUN_DIR/resolved.yaml: the complete configuration of a run."""
 
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -86,13 +87,7 @@ def _parse_yaml(text: str) -> Any:
     PyYAML's own parser reads again what libyaml refuses: it explains errors in its own words, and it accepts the
     escaped bytes of a path that is not UTF-8. Raises YAMLError if that parser refuses the text too.
     """
-    if not yaml.__with_libyaml__:
-        return yaml.safe_load(text)
-    try:
-        loader = yaml.CSafeLoader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
-    except yaml.YAMLError:
-        return yaml.safe_load(text)
+    if yaml.__with_libyaml__:
+        with suppress(yaml.YAMLError):
+            return yaml.CSafeLoader(text).get_single_data()
+    return yaml.safe_load(text)

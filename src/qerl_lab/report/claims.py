@@ -13,20 +13,17 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.fields import DAY, DIRECTION, LIST, MAPPING, NUMBER, TEXT, WHOLE, check_fields, parse_number
-from qerl_lab.config.keys import describe_type, has_type, spell_value, type_of_key
+from qerl_lab.config.keys import METADATA, describe_type, has_type, spell_value, type_of_key
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.paths import QUEUE, sha256
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.report import reference
 from qerl_lab.report.measures import MEASURES
 
 Settings = Mapping[str, str]
-DEFAULTS = {leaf.name: leaf.field.metadata for leaf in leaves(RunConfig())}  # by dotted key: default, choices, ...
-KEYS_AND_GROUPS = {*DEFAULTS, *(name.rpartition(".")[0] for name in DEFAULTS)} - {""}  # such as lora.rank and lora
+KEYS_AND_GROUPS = {*METADATA, *(name.rpartition(".")[0] for name in METADATA)} - {""}  # such as lora.rank and lora
 FEWEST_SEEDS = 2  # an interval needs two seeds
 
 OF_FILE = {"committed": DAY, "seeds": WHOLE, "claims": LIST}
@@ -240,8 +237,8 @@ def _parse_settings(values: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where}: {values} is no mapping; write {{KEY: VALUE}}, for example {{format.name: bf16}}")
     found = {}
     for key, value in values.items():
-        _check_key(key, where, DEFAULTS)
-        kind, choices = type_of_key(key), DEFAULTS[key]["choices"]
+        _check_key(key, where, METADATA)
+        kind, choices = type_of_key(key), METADATA[key]["choices"]
         if choices and str(value) not in choices:
             quote = ' (write "off" with its quotes)' if value is False and "off" in choices else ""
             raise ValueError(f"{where}: {key}={value} is none of {', '.join(choices)}{quote}")

@@ -468,7 +468,7 @@ def _reason_to_leave(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
     """Return why the pack with this row changes nothing in the ledger's `rows` (by run and start); empty if it does."""
 
     def worth(row: Row) -> tuple[bool, int]:
-        """Order the packs of one attempt: done after failed, then more evaluations after fewer."""
+        """Return the rank of a pack among those of one attempt: a done run counts most, then more evaluations."""
         return row["state"] == DONE, -missing_evaluations(row)
 
     known = rows.get((row["run"], row["start"]))

@@ -242,7 +242,10 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
 
 
 def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Return the metrics of dynamic sampling: sums over ranks, but rollouts and seconds of the slowest rank."""
+    """Return the metrics of dynamic sampling.
+
+    Counts are summed over ranks. Rollouts and seconds are of the slowest rank.
+    """
     further, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
     dropped = [group for group in batch.drawn if id(group) not in trained]
     of_slowest_rank: dict[str, float] = {

@@ -234,9 +234,10 @@ class VllmServerEngine(Engine):
         return found
 
     def abort(self) -> None:
-        """End the requests under way: the process could not exit before the server has answered them all.
+        """Abort the requests under way and wait for them, at most rollout.vllm_server.patience_seconds.
 
-        Waits for them, at most rollout.vllm_server.patience_seconds. Spares a server that another run has taken over.
+        Without this the process could not exit before the server has answered them all. A server that another run has
+        taken over is left alone.
         """
         self._aborted, deadline = True, time.monotonic() + self._server.patience
         while (under_way := [job for job in self._requests if not job.done()]) and time.monotonic() < deadline:
