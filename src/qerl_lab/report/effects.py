@@ -4,8 +4,7 @@ Pure: nothing is read or written.
 """
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,29 +26,24 @@ class NoRuns(Unmeasured):
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a contrast, the treated or the control arm, with its newest finished run of each seed.
+    """One side of a contrast, the treated or the control arm.
 
-    `options` maps each value of the claim's `spanned_key` to the runs with this value; without a spanned key it has one
-    entry. `begun` maps such values to the number of runs that were started.
+    `started` maps each value of the claim's `spanned_key` to its newest finished run of each seed and its unfinished
+    runs; without a spanned key it has one entry.
     """
 
-    options: Mapping[str, Sequence[Run]]
-    begun: Mapping[str, int]
+    started: Mapping[str, Sequence[Run]]
+
+    @property
+    def options(self) -> dict[str, list[Run]]:
+        """Map each value of the spanned key to its finished runs; values without any are left out."""
+        finished = {value: [run for run in runs if run.is_finished] for value, runs in self.started.items()}
+        return {value: runs for value, runs in finished.items() if runs}
 
     @property
     def runs(self) -> list[Run]:
-        """Return the runs at all values of the spanned key."""
+        """Return the finished runs at all values of the spanned key."""
         return [run for runs in self.options.values() for run in runs]
-
-    @property
-    def finished(self) -> int:
-        """Return the number of finished runs."""
-        return len(self.runs)
-
-    @property
-    def started(self) -> int:
-        """Return the number of started runs, finished or not."""
-        return sum(self.begun.values())
 
     @property
     def seeds(self) -> set[int]:
@@ -87,16 +81,15 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
         reason = "no finished run of " + " and of ".join(f"{name} ({count} started)" for name, count in lacking.items())
         raise Unmeasured(reason) if all(lacking.values()) else NoRuns(reason)
     treated_sides, control_sides = sides
-    pairs = []
+    pairs, differences = list[Pair](), list[set[str]]()
     for (context, _), treated in treated_sides.items():
         for (other_context, _), control in control_sides.items():
             if context == other_context:
                 pairs.append(Pair(*_with_shared_options(claim, treated, control), context))
+            differences.append({key for key, _ in {*context} ^ {*other_context}})
     if not pairs:
-        raise Unmeasured(
-            "no two arms are equal but for what is compared: the nearest two differ in "
-            f"{', '.join(_fewest_differing_keys(treated_sides, control_sides))}"
-        )
+        nearest = ", ".join(sorted(min(differences, key=len)))
+        raise Unmeasured(f"no two arms are equal but for what is compared: the nearest two differ in {nearest}")
     return pairs
 
 
@@ -112,15 +105,13 @@ def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
 
 
 def _group_into_sides(claim: Claim, started: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
-    """Group the runs of one arm of a contrast into sides, by their `_split_settings`; unfinished runs are counted."""
-    options: dict[tuple[Arm, Arm], dict[str, list[Run]]] = {}
-    begun: dict[tuple[Arm, Arm], Counter[str]] = {}
+    """Group the runs of one arm of a contrast into sides, by their `_split_settings`; each has a finished run."""
+    found: dict[tuple[Arm, Arm], dict[str, list[Run]]] = {}
     for run in started:
-        split, value = _split_settings(claim, run), run.value(claim.spanned_key) if claim.spanned_key else ""
-        begun.setdefault(split, Counter())[value] += 1
-        if run.is_finished:
-            options.setdefault(split, {}).setdefault(value, []).append(run)
-    return {split: Side(own, begun[split]) for split, own in options.items()}
+        value = run.value(claim.spanned_key) if claim.spanned_key else ""
+        found.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
+    sides = {split: Side(own) for split, own in found.items()}
+    return {split: side for split, side in sides.items() if side.runs}
 
 
 def _with_shared_options(claim: Claim, treated: Side, control: Side) -> tuple[Side, Side]:
@@ -128,23 +119,10 @@ def _with_shared_options(claim: Claim, treated: Side, control: Side) -> tuple[Si
     shared = treated.options.keys() & control.options.keys()
     if not claim.mean_over or not shared:
         return treated, control
-
-    def limited(side: Side) -> Side:
-        options = {value: runs for value, runs in side.options.items() if value in shared}
-        return Side(options, {value: side.begun[value] for value in options})
-
-    return limited(treated), limited(control)
-
-
-def _fewest_differing_keys(
-    treated_sides: Collection[tuple[Arm, Arm]], control_sides: Collection[tuple[Arm, Arm]]
-) -> list[str]:  # fmt: skip
-    """Return, sorted, the keys in which the most similar two sides differ among the settings that must be equal."""
-    differences = []
-    for treated, _ in treated_sides:
-        for control, _ in control_sides:
-            differences.append(sorted({key for key, _ in {*treated} ^ {*control}}))
-    return min(differences, key=len)
+    of_treated, of_control = (
+        {value: runs for value, runs in side.started.items() if value in shared} for side in (treated, control)
+    )
+    return Side(of_treated), Side(of_control)
 
 
 class Range(NamedTuple):

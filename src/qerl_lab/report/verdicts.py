@@ -144,7 +144,8 @@ def _measure_row(row: Row, pair: Pair) -> Row:
         registered = f"not preregistered: {holding} of {len(runs)} runs record this file's hash{later}"
     row = replace(
         row, context=tuple(sorted(context.items())), conditions=tuple(conditions), registered=registered,
-        finished=(pair.treated.finished, pair.control.finished), started=(pair.treated.started, pair.control.started),
+        finished=(len(pair.treated.runs), len(pair.control.runs)),
+        started=(sum(map(len, pair.treated.started.values())), sum(map(len, pair.control.started.values()))),
     )  # fmt: skip
     try:
         row = replace(row, numbers=measure_pair(claim, pair))
