@@ -18,25 +18,16 @@ METRICS = {  # measured column of an evaluation -> metric
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Graded completions. `rows` has one row per completion, the samples of a question consecutively.
-
-    Columns: id, answer (the reference answer), draw (from 0), accuracy, format and the task's other scores, tokens,
-    truncated, completion (the graded text: if the prompt opens the answer, its opening tags are included).
-
-    `entropy` is the sampler's mean entropy over all completion tokens, in nats; None if the engine does not report it.
-    """
-
-    rows: pd.DataFrame
-    entropy: float | None
-
-
 def ask_questions(
     engine: Engine, policy: Policy, task: Task, questions: Sequence[Question], samples: int, sampling: Sampling,
     on_done: OnDone = do_nothing,
-) -> Answers:  # fmt: skip
+) -> tuple[pd.DataFrame, float | None]:  # fmt: skip
     """Sample each question `samples` times with the engine's current weights, and grade the completions.
+
+    Returns a row per completion, the samples of a question consecutively, and the sampler's mean entropy over all
+    completion tokens, in nats; None if the engine does not report it. Columns: id, answer (the reference answer), draw
+    (from 0), accuracy, format and the task's other scores, tokens, truncated, completion (the graded text: if the
+    prompt opens the answer, its opening tags are included).
 
     Calls `on_done` with the number of newly finished completions. Raises EngineFailed if the engine fails or its result
     is incomplete, and FloatingPointError if the sampler's logits are NaN: its tokens are then drawn at random.
@@ -65,12 +56,12 @@ def ask_questions(
         "truncated": [reason == "length" for group in out.finish_reasons_P_G for reason in group],
         "completion": texts,
     }
-    return Answers(pd.DataFrame(rows), out.entropy)
+    return pd.DataFrame(rows), out.entropy
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A held-out evaluation. `rows` has one row per question; `entropy` is as in `Answers`.
+    """A held-out evaluation. `rows` has one row per question; `entropy` is as in `ask_questions`.
 
     Columns: id, answer (the reference answer); accuracy, format, tokens and truncated, each a mean over samples; sample
     (the first completion).
@@ -100,11 +91,11 @@ def evaluate(
     asked = task.heldout[part.start : part.stop]
     most, seed = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed)
     sampling = Sampling(most, seed, cfg.eval.temperature, cfg.eval.top_p, first=part.start)
-    found = ask_questions(engine, policy, task, asked, samples, sampling, on_done)
-    means = {name: found.rows[name].to_numpy(float).reshape(len(asked), samples).mean(1) for name in METRICS}
-    first = found.rows[found.rows["draw"] == 0]
-    rows = {"id": first["id"], "answer": first["answer"], **means, "sample": first["completion"]}
-    return Evaluation(pd.DataFrame(rows).reset_index(drop=True), found.entropy)
+    rows, entropy = ask_questions(engine, policy, task, asked, samples, sampling, on_done)
+    means = {name: rows[name].to_numpy(float).reshape(len(asked), samples).mean(1) for name in METRICS}
+    first = rows[rows["draw"] == 0]
+    of_questions = {"id": first["id"], "answer": first["answer"], **means, "sample": first["completion"]}
+    return Evaluation(pd.DataFrame(of_questions).reset_index(drop=True), entropy)
 
 
 def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:

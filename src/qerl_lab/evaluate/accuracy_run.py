@@ -169,7 +169,7 @@ def answer_missing_parts(
             task, seed = part.task, evaluation_seed(cfg.seed, part.task.name, part.number)
             sampling = Sampling(cfg.rollout.max_completion_tokens, seed, cfg.eval.temperature, cfg.eval.top_p)
             try:
-                rows = ask_questions(sampler, learner, task, part.questions, part.samples, sampling, bar.advance).rows
+                rows, _ = ask_questions(sampler, learner, task, part.questions, part.samples, sampling, bar.advance)
             except EngineFailed as error:
                 said = first_line(error).rstrip(".")
                 raise ValueError(f"{said}. The same command goes on where it stopped.") from error

@@ -35,7 +35,7 @@ def scores(rows: pd.DataFrame) -> pd.Series:
 def pass_rates(rows: pd.DataFrame, k: int) -> pd.Series:
     """Return pass@k of each question, by question id, estimated from all samples of the question.
 
-    `rows` is as in `accuracy.Answers`. A sample is right if its accuracy is 1.
+    `rows` is as in `accuracy.ask_questions`. A sample is right if its accuracy is 1.
     """
     right = (rows["accuracy"] >= 1).groupby(rows["id"], sort=False).sum()
     return pd.Series(pass_at(k, right.to_numpy(), int(rows["draw"].max()) + 1), right.index)
@@ -65,7 +65,7 @@ def _answer(completion: str) -> Decimal | str:
 
 
 def summarize(rows: pd.DataFrame) -> Summary:
-    """Summarize the answers to one benchmark by one engine as a dict. `rows` is as in `accuracy.Answers`.
+    """Summarize the answers to one benchmark by one engine as a dict. `rows` is as in `accuracy.ask_questions`.
 
     `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its 95% interval. `standard_error`
     covers variation between questions and draws; `standard_error_of_draws`, with two or more samples, covers asking the

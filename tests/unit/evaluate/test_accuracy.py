@@ -112,7 +112,7 @@ def test_thinking_that_the_prompt_has_opened_is_part_of_what_is_graded(policy, t
     learner, task = replace(policy, tokenizer=opening), tasks.load(tiny().task)
     said = "{0}</think><answer>{0}</answer>", "is it <answer>{0}</answer>"
     engine = Scripted(learner, [[text.format(one.answer) for text in said] for one in task.heldout[:2]])
-    rows = ask_questions(engine, learner, task, task.heldout[:2], 2, Sampling(9, seed=0)).rows
+    rows, _ = ask_questions(engine, learner, task, task.heldout[:2], 2, Sampling(9, seed=0))
     assert rows["format"].tolist() == rows["accuracy"].tolist() == [1.0, 0.0] * 2
 
 
