@@ -88,8 +88,9 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
                 pairs.append(Pair(*_with_shared_options(claim, treated, control), context))
             differences.append({key for key, _ in {*context} ^ {*other_context}})
     if not pairs:
-        nearest = ", ".join(sorted(min(differences, key=len)))
-        raise Unmeasured(f"no two arms are equal but for what is compared: the nearest two differ in {nearest}")
+        nearest = min(differences, key=len)
+        said = "no two arms are equal but for what is compared: the nearest two differ in"
+        raise Unmeasured(f"{said} {', '.join(sorted(nearest))}")
     return pairs
 
 
