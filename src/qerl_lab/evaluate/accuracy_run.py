@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +37,6 @@ from qerl_lab.system import terminal
 from qerl_lab.system.disk import read_json, replace_file, strict_json
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.answers.completion import final_answer
-
-
-@dataclass(frozen=True)
-class Part:
-    """Questions of one benchmark that are asked together, each `samples` times.
-
-    `number` counts the parts of the benchmark from 0, `file` is the name of the Parquet file for the answers.
-    """
-
-    file: str
-    task: Task
-    number: int
-    questions: Sequence[Question]
-    samples: int
-
-    @property
-    def completions(self) -> int:
-        """Return the number of completions of this part."""
-        return len(self.questions) * self.samples
 
 
 def run(options: AccuracyOptions) -> None:
@@ -157,19 +138,23 @@ def answer_missing_parts(
         engine: OWN or COMMON, the name of `sampler` in the rows.
     """
     ((sampling_name, samples),) = identity["samplings"].items()
-    too_long, parts = dict[str, int](), list[Part]()
+    too_long, parts = dict[str, int](), dict[str, tuple[Task, int, Sequence[Question]]]()  # parts by file
     for task in tasks:
         fitting = _questions_that_fit(cfg, task, learner)
         too_long[task.name] = len(task.heldout) - len(fitting)
-        parts += _split_into_parts(cfg, task, fitting, samples[task.name], engine)
-    left = [part for part in parts if not unfinished.has(part.file)]
-    total, ahead = sum(part.completions for part in parts), sum(part.completions for part in left)
-    with terminal.Amount(f"{engine} engine", total, total - ahead, unit="completion") as bar:
-        for part in left:
-            task, seed = part.task, evaluation_seed(cfg.seed, part.task.name, part.number)
+        for number, questions in enumerate(_split_into_parts(cfg, fitting, samples[task.name])):
+            parts[f"{engine}-{task.name}-{number:05d}.parquet"] = task, number, questions
+    completions = {file: len(questions) * samples[task.name] for file, (task, _, questions) in parts.items()}
+    answered = {file: count for file, count in completions.items() if unfinished.has(file)}
+    total, ready = sum(completions.values()), sum(answered.values())
+    with terminal.Amount(f"{engine} engine", total, ready, unit="completion") as bar:
+        for file, (task, number, questions) in parts.items():
+            if file in answered:
+                continue
+            seed, count = evaluation_seed(cfg.seed, task.name, number), samples[task.name]
             sampling = Sampling(cfg.rollout.max_completion_tokens, seed, cfg.eval.temperature, cfg.eval.top_p)
             try:
-                rows, _ = ask_questions(sampler, learner, task, part.questions, part.samples, sampling, bar.advance)
+                rows, _ = ask_questions(sampler, learner, task, questions, count, sampling, bar.advance)
             except EngineFailed as error:
                 said = first_line(error).rstrip(".")
                 raise ValueError(f"{said}. The same command goes on where it stopped.") from error
@@ -177,12 +162,12 @@ def answer_missing_parts(
                 raise ValueError(f"{error}, so the answers to {task.name} would be random.") from error
             if "grading" in identity:
                 rows["accuracy"] = same_first_character(rows["completion"], rows["answer"])
-            prompts = [json.dumps(task.messages(question)).encode() for question in part.questions]
-            hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(part.samples)]
+            prompts = [json.dumps(task.messages(question)).encode() for question in questions]
+            hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(count)]
             columns = {"benchmark": task.name, "engine": engine, "sampling": sampling_name, "prompt_sha256": hashes}
             rows = pd.concat([pd.DataFrame(columns, index=rows.index), rows], axis=1)
-            replace_file(unfinished.folder / part.file, rows.to_parquet(index=False))
-            unfinished.note(part.file)
+            replace_file(unfinished.folder / file, rows.to_parquet(index=False))
+            unfinished.note(file)
     return too_long
 
 
@@ -199,16 +184,11 @@ def _questions_that_fit(cfg: RunConfig, task: Task, learner: Policy) -> list[Que
     return fitting
 
 
-def _split_into_parts(
-    cfg: RunConfig, task: Task, questions: Sequence[Question], samples: int, engine: str
-) -> list[Part]:  # fmt: skip
+def _split_into_parts(cfg: RunConfig, questions: Sequence[Question], samples: int) -> list[Sequence[Question]]:
     """Split the questions of a benchmark into parts of about one generation batch, or four for vLLM."""
     at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
-    size, parts = max(1, at_once // samples), list[Part]()
-    for number, begin in enumerate(range(0, len(questions), size)):
-        file = f"{engine}-{task.name}-{number:05d}.parquet"
-        parts.append(Part(file, task, number, questions[begin : begin + size], samples))
-    return parts
+    size = max(1, at_once // samples)
+    return [questions[begin : begin + size] for begin in range(0, len(questions), size)]
 
 
 def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:
