@@ -44,10 +44,10 @@ def questions() -> Iterator[pytest.MonkeyPatch]:
     """Draw and tokenize the problems of a difficulty once in this process. Yields a patch for more of the kind."""
     draw, tokenize = arithmetic._distinct, Chat.prompt_ids
 
-    def problems(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
-        key = f"{cfg.arithmetic} {count} {of_heldout}"
+    def problems(cfg: TaskConfig, of_heldout: bool) -> list[Problem]:
+        key = f"{cfg.arithmetic} {cfg.train_questions} {of_heldout}"
         if key not in PROBLEMS:
-            PROBLEMS[key] = draw(cfg, count, of_heldout)
+            PROBLEMS[key] = draw(cfg, of_heldout)
         return list(PROBLEMS[key])
 
     def prompt_ids(chat: Chat, messages: list[dict[str, str]]) -> list[int]:

@@ -89,18 +89,18 @@ def train(cfg: TaskConfig) -> list[Question]:
 
     Returns fewer if new problems become rare at a low difficulty.
     """
-    return [problem.question for problem in _train_problems(cfg)]
+    return [problem.question for problem in _distinct(cfg, of_heldout=False)]
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
     """Return 1024 distinct held-out problems; fewer if new problems become rare at a low difficulty."""
-    return [problem.question for problem in _distinct(cfg, HELDOUT_QUESTIONS, of_heldout=True)]
+    return [problem.question for problem in _distinct(cfg, of_heldout=True)]
 
 
 def worked(cfg: TaskConfig) -> list[Question]:
     """Return the questions of `train`, each with a worked solution in `payload["solution"]`."""
     rng = random.Random(0)
-    return [worked_question(rng, problem) for problem in _train_problems(cfg)]
+    return [worked_question(rng, problem) for problem in _distinct(cfg, of_heldout=False)]
 
 
 def worked_question(rng: random.Random, problem: Problem) -> Question:
@@ -108,16 +108,12 @@ def worked_question(rng: random.Random, problem: Problem) -> Question:
     return replace(problem.question, payload={"solution": worked_solution(rng, problem)})
 
 
-def _train_problems(cfg: TaskConfig) -> list[Problem]:
-    """Draw `cfg.train_questions` distinct training problems (0: TRAIN_QUESTIONS); fewer if new ones become rare."""
-    return _distinct(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
+def _distinct(cfg: TaskConfig, of_heldout: bool) -> list[Problem]:
+    """Draw distinct problems with a fixed seed, as many as `heldout` or `train` returns.
 
-
-def _distinct(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
-    """Draw `count` distinct problems with a fixed seed: only held-out problems if `of_heldout`, else only others.
-
-    Returns fewer if new problems become rare at a low difficulty.
+    Draws only held-out problems if `of_heldout`, else only others.
     """
+    count = HELDOUT_QUESTIONS if of_heldout else cfg.train_questions or TRAIN_QUESTIONS
     rng, found, since_new = random.Random(2510_11696), dict[Problem, None](), 0
     for _ in range(50 * count):
         drawn, since_new = problem(rng, cfg), since_new + 1
