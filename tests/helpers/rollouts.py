@@ -23,7 +23,7 @@ def rows(rollout: Rollout) -> list[tuple[list[int], list[int], list[float]]]:
 def unequal_prompts(policy: Policy, cfg: RunConfig) -> list[list[int]]:
     """Return five prompts of unequal lengths from the run's task, the first cut to one token."""
     task = tasks.load(cfg.task)
-    by_length = {len(ids): ids for ids in (policy.prompt_ids(task.messages(question)) for question in task.train)}
+    by_length = {len(ids): ids for ids in (policy.chat.prompt_ids(task.messages(question)) for question in task.train)}
     lengths = sorted(by_length)
     return [by_length[lengths[0]][:1], *(by_length[length] for length in (*lengths[:2], *lengths[-2:]))]
 

@@ -32,7 +32,7 @@ def ask_questions(
     Calls `on_done` with the number of newly finished completions. Raises EngineFailed if the engine fails or its result
     is incomplete, and FloatingPointError if the sampler's logits are NaN: its tokens are then drawn at random.
     """
-    prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
+    prompts = [policy.chat.prompt_ids(task.messages(question)) for question in questions]
     out = engine.generate(prompts, samples, sampling, on_done)
     refuse_incomplete(out, len(prompts), samples, sampling)
     if out.has_nan:

@@ -173,7 +173,7 @@ def answer_missing_parts(
 
 def _questions_that_fit(cfg: RunConfig, task: Task, learner: Policy) -> list[Question]:
     """Return the questions of a benchmark with at most max_prompt_tokens. Raises ConfigError if there is none."""
-    lengths = [len(learner.prompt_ids(task.messages(question))) for question in task.heldout]
+    lengths = [len(learner.chat.prompt_ids(task.messages(question))) for question in task.heldout]
     limit = cfg.rollout.max_prompt_tokens
     fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
     if not fitting:

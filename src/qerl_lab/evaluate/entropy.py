@@ -156,7 +156,7 @@ def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
     task = load_questions(task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device, fits_norms=True)
-    prompts = [dense.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]
+    prompts = [dense.chat.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]
     most = options.max_completion_tokens
     print(f"sampling {len(prompts)} completions of at most {most} tokens by the dense model, on {device}", flush=True)
     completions = rollout.build(cfg, dense).generate(prompts, 1, Sampling(most, options.seed)).completion_ids_P_G

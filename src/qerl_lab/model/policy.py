@@ -140,14 +140,6 @@ class Policy:
         """Return the renderer of chats with the tokenizer's template."""
         return Chat(self.tokenizer)
 
-    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat up to the answer.
-
-        `messages` have keys `role` and `content`. Raises ConfigError if the chat template raises an error or leaves a
-        message out.
-        """
-        return self.chat.prompt_ids(messages)
-
     def prompt(self, prompt_ids: list[int]) -> str:
         """Decode a prompt to text, special tokens included."""
         return self.tokenizer.decode(prompt_ids)

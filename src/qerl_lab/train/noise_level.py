@@ -120,7 +120,7 @@ def build_kl_measure(
     """
     share = ranks.share(cfg.aqn.solver.prompts)
     questions = Cursor(cursor.data, cursor.position).take(share.stop)[share.start :]  # the run's cursor stays
-    prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in questions]
+    prompts = [policy.chat.prompt_ids(cursor.data.task.messages(question)) for question in questions]
     how = sampling_settings(cfg, step, PROBING, ranks.rank)
     how = replace(how, max_tokens=min(how.max_tokens, LONGEST))
 

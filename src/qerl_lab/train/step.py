@@ -129,7 +129,7 @@ def collect(
             break
         before = sum(missing_R[: ranks.rank])  # questions of the ranks before this one
         questions_P = cursor.take(sum(missing_R))[before : before + missing]
-        prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
+        prompt_ids_P = [policy.chat.prompt_ids(task.messages(question)) for question in questions_P]
         how = sampling_settings(cfg, step, attempt, ranks.rank)
         rollout = ranks.run_on_all(partial(ask_engine, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
         if rollout:

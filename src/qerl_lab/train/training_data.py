@@ -50,8 +50,8 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
     limit = cfg.rollout.max_prompt_tokens
     without_evaluation = overrides_without_evaluation(cfg)  # empty if the run has no evaluation
     asked = task.heldout if without_evaluation else []
-    lengths = [len(policy.prompt_ids(task.messages(question))) for question in task.train]
-    heldout_lengths = [len(policy.prompt_ids(task.messages(question))) for question in asked]
+    lengths = [len(policy.chat.prompt_ids(task.messages(question))) for question in task.train]
+    heldout_lengths = [len(policy.chat.prompt_ids(task.messages(question))) for question in asked]
     fitting = [question for question, length in zip(task.train, lengths, strict=True) if length <= limit]
     heldout = [question for question, length in zip(asked, heldout_lengths, strict=True) if length <= limit]
     if not fitting:

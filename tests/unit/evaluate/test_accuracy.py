@@ -70,7 +70,7 @@ def test_a_policy_that_did_not_change_gains_exactly_nothing(policy, tiny) -> Non
     engine, task = TransformersEngine(policy, batch_size=8), tasks.load(cfg.task)
     size = range(cfg.eval.questions), cfg.eval.samples
     before = evaluate(engine, policy, task, cfg, *size)
-    engine.generate([policy.prompt_ids(task.messages(task.train[0]))], 2, Sampling(4, seed=9))
+    engine.generate([policy.chat.prompt_ids(task.messages(task.train[0]))], 2, Sampling(4, seed=9))
     after = evaluate(engine, policy, task, cfg, *size)
     pd.testing.assert_frame_equal(before.rows, after.rows)
     assert before.metrics() == after.metrics()

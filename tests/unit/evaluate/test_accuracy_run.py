@@ -60,7 +60,7 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     cfg = RunDirectory(run_dir).config()
     learner = build_policy(cfg)  # draws the same adapter as the run's
     task = tasks.load(cfg.task)
-    prompts = [learner.prompt_ids(task.messages(question)) for question in task.heldout[:4]]
+    prompts = [learner.chat.prompt_ids(task.messages(question)) for question in task.heldout[:4]]
     sampling = Sampling(16, accuracy_run.evaluation_seed(0, "arithmetic", 0), 1.0, 1.0)
     ids = rollout.build(cfg, learner).generate(prompts, 2, sampling).completion_ids_P_G
     assert rows["completion"].tolist() == [learner.decode(one) for group in ids for one in group]
@@ -88,7 +88,7 @@ def test_a_template_that_prints_the_date_gives_a_model_alone_the_same_prompts_on
     template = model / "chat_template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }}\n" + template.read_text())
     asked = subject.load_policy(subject.resolve_subject(AccuracyOptions(model=str(model), device="cpu")))
-    ids = asked.prompt_ids([{"role": "user", "content": "1+1?"}])
+    ids = asked.chat.prompt_ids([{"role": "user", "content": "1+1?"}])
     assert asked.prompt(ids).startswith("01 Jan 2026\n")
 
 
@@ -135,7 +135,7 @@ def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, bui
     """Its logits are those of the packed base to rounding in bfloat16, and not to the bit."""
     found = subject.resolve_subject(AccuracyOptions(run=str(run_dir), device="cpu"))
     own = subject.load_policy(found)
-    ids = torch.tensor([own.prompt_ids([{"role": "user", "content": "Ann has 2 pens."}])])
+    ids = torch.tensor([own.chat.prompt_ids([{"role": "user", "content": "Ann has 2 pens."}])])
     with torch.no_grad(), subject.dequantized_subject(found) as common:
         other = subject.load_policy(common)
         assert common.is_dense

@@ -106,7 +106,7 @@ def test_the_model_that_is_written_loads_as_any_other_rounded_to_bfloat16(full, 
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     with_adapter = build_policy(tiny(model__path=str(tmp_path / "model")))  # NVFP4: what full training leads to
-    assert with_adapter.prompt_ids([{"role": "user", "content": "1"}])
+    assert with_adapter.chat.prompt_ids([{"role": "user", "content": "1"}])
 
 
 def test_a_full_checkpoint_that_lacks_a_weight_is_no_checkpoint(full: Policy, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_padding_id_without_an_embedding_gives_way_to_the_end_token(tmp_path: 
     built = policy.build(tiny(model__path=str(tmp_path)), torch.device("cpu"))
     assert own.pad_token_id >= built.model.get_input_embeddings().num_embeddings
     assert built.tokenizer.pad_token_id == own.eos_token_id
-    prompts = [built.prompt_ids([{"role": "user", "content": text}]) for text in ("1 + 1", "123 + 456")]
+    prompts = [built.chat.prompt_ids([{"role": "user", "content": text}]) for text in ("1 + 1", "123 + 456")]
     assert TransformersEngine(built, 2).generate(prompts, 1, Sampling(2, seed=0)).tokens > 0
 
 

@@ -86,7 +86,7 @@ def test_each_rank_asks_its_share_and_the_record_has_all(sessions) -> None:
     assert [end.result() for end in ask(two)] == [None, None]
     task, how = two[0].data.task, [session.engine.asked[0][1] for session in two]
     asked = [prompts for session in two for prompts, _ in session.engine.asked]
-    expected = [two[0].policy.prompt_ids(task.messages(question)) for question in task.heldout[:QUESTIONS]]
+    expected = [two[0].policy.chat.prompt_ids(task.messages(question)) for question in task.heldout[:QUESTIONS]]
     assert asked == [expected[:3], expected[3:]]
     assert [session.engine.synced for session in two] == [[CLEAN], [CLEAN]]
     assert [sampling.first for sampling in how] == [0, 3], "no two questions share a draw"

@@ -274,7 +274,7 @@ def test_a_measured_pass_reads_full_completions_and_leaves_nothing(
 
 def test_the_longest_prompt_of_the_questions_is_measured_not_the_longest_allowed(tiny, policy: Policy) -> None:
     task = tasks.load(tiny().task)
-    lengths = sorted({len(policy.prompt_ids(task.messages(question))) for question in task.train})
+    lengths = sorted({len(policy.chat.prompt_ids(task.messages(question))) for question in task.train})
     for limit, longest in ((lengths[-1] + 1, lengths[-1]), (lengths[-1] - 1, lengths[-2])):
         assert select(tiny(rollout__max_prompt_tokens=limit), policy, task).longest_prompt == longest
 

@@ -162,7 +162,7 @@ def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
     result = found.solve(4, build_kl_measure(cfg, 4, cursor, policy, engine, ALONE))
     assert cursor.position == 0
     how = replace(sampling_settings(cfg, 4, -1, 0), max_tokens=24)
-    prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in Cursor(cursor.data).take(6)]
+    prompts = [policy.chat.prompt_ids(cursor.data.task.messages(question)) for question in Cursor(cursor.data).take(6)]
     out = engine.generate(prompts, 1, how)
     clean, nats, count = distributions(policy, out, temperature=0.7), 0.0, 0
     for step, share in ((4, slice(2)), (5, slice(2, 4)), (6, slice(4, 6))):

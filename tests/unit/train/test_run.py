@@ -101,6 +101,6 @@ def test_a_template_that_writes_the_date_keeps_the_day_on_which_the_run_began(ti
     directory = claimed(tmp_path / "run", cfg)
     directory.begin_session(1721995200.0)  # 2024-07-26, noon
     session = run_module.build_session(cfg, directory, Stop())
-    prompt = session.policy.prompt_ids(session.data.task.messages(session.data.questions[0]))
+    prompt = session.policy.chat.prompt_ids(session.data.task.messages(session.data.questions[0]))
     assert session.policy.prompt(prompt).startswith("26 Jul 2024")
     assert any("2024-07-26" in note for note in session.notes)

@@ -48,7 +48,7 @@ class ScriptedPolicy:
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
-    prompt = decode
+    chat, prompt = property(lambda self: self), decode
 
 
 class ScriptedEngine:

@@ -33,7 +33,7 @@ def test_the_order_is_one_seeded_permutation_after_another(tiny, data_of) -> Non
 
 def test_questions_that_are_too_long_are_left_out_and_counted(tiny, data_of, policy) -> None:
     task = tasks.load(tiny().task)
-    lengths = {question: len(policy.prompt_ids(task.messages(question))) for question in task.train + task.heldout}
+    lengths = {question: len(policy.chat.prompt_ids(task.messages(question))) for question in task.train + task.heldout}
     limit = sorted(lengths.values())[len(lengths) // 2]
     data = data_of(tiny(rollout__max_prompt_tokens=limit))
     for given, kept, left_out in (
@@ -52,7 +52,7 @@ def test_questions_that_are_too_long_are_left_out_and_counted(tiny, data_of, pol
 
 def test_a_limit_that_leaves_too_few_held_out_questions_is_refused(tiny, policy) -> None:
     task = tasks.load(tiny().task)
-    lengths = {question: len(policy.prompt_ids(task.messages(question))) for question in task.heldout}
+    lengths = {question: len(policy.chat.prompt_ids(task.messages(question))) for question in task.heldout}
     shortest, longest = (pick(lengths, key=lengths.get) for pick in (min, max))
     few = replace(task, train=[shortest], heldout=[shortest, longest, longest])
     limit = {"rollout__max_prompt_tokens": lengths[shortest]}
