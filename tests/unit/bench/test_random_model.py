@@ -72,7 +72,7 @@ def test_a_prompt_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
     texts = random_model.prompt_texts(3, 50)
     assert len(set(texts)) == 3
     for text in texts:
-        ids = loaded.prompt_ids([{"role": "user", "content": text}])
+        ids = loaded.chat.prompt_ids([{"role": "user", "content": text}])
         assert len(ids) == 50
         assert loaded.decode(ids) == text
     assert isinstance(loaded.decode(list(range(301))), str)  # whatever a random model samples
