@@ -42,18 +42,15 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
     original = [logprobs(model, pair) for pair in pairs]
     del model
     model, _ = policy.load_base(quantized_config, where)
-    divergences, entropies_original, entropies_quantized = list[Tensor](), list[Tensor](), list[Tensor]()
+    measured = list[Tensor]()
     for pair, p in zip(pairs, original, strict=True):
         q = logprobs(model, pair)
-        divergences.append(kl.per_token(q, p))
-        entropies_original.append(kl.entropy_per_token(p))
-        entropies_quantized.append(kl.entropy_per_token(q))
+        measured.append(torch.stack([kl.per_token(q, p), kl.entropy_per_token(p), kl.entropy_per_token(q)]))
     lengths = [len(compared) for _, compared in pairs]
-    divergence = kl.mean(torch.cat(divergences), lengths)
+    divergence, before, after = (kl.mean(values_T, lengths) for values_T in torch.cat(measured, 1))
     return {
         "nats_per_token": divergence.nats, "standard_error": divergence.standard_error,
-        "entropy_original": kl.mean(torch.cat(entropies_original), lengths).nats,
-        "entropy_quantized": kl.mean(torch.cat(entropies_quantized), lengths).nats, "tokens": sum(lengths),
+        "entropy_original": before.nats, "entropy_quantized": after.nats, "tokens": sum(lengths),
         "text": "word problems", "device": where.type, "dtype": dtype,
     }  # fmt: skip
 
