@@ -27,8 +27,6 @@ _CLOSE, _ZERO = _CTX.mpf(10) ** -40, _CTX.mpf(10) ** -70
 _SIZES = (1, 1, 3, 3, 3, 3, 30, 30)  # magnitude of the variables, by draw
 POINTS = len(_SIZES)  # number of points at which expressions with variables must agree
 
-INFINITY = Sym("infty")
-
 Value = Any  # Fraction, or a real or complex mpmath number (mpmath is untyped)
 Point = Mapping[str, Value]
 
