@@ -5,7 +5,6 @@ t+1. The importance weights correct for the older adapter as they do for noise a
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
@@ -14,16 +13,7 @@ from qerl_lab.train.ranks import ALONE
 from qerl_lab.train.step import Batch, Clock, collect
 from qerl_lab.train.training_data import Cursor
 
-
-@dataclass(frozen=True)
-class Ahead:
-    """The batch of the next step, and its own cursor, which has passed the batch's questions once `batch` is done.
-
-    The run's cursor stays, so that a checkpoint meanwhile does not skip these questions.
-    """
-
-    batch: Future[Batch]
-    cursor: Cursor
+Ahead = Future[tuple[Batch, Cursor]]  # the batch of the next step, and a cursor that has passed its questions
 
 
 def is_sampled_ahead(cfg: RunConfig, step: int) -> bool:
@@ -40,10 +30,11 @@ def is_sampled_ahead(cfg: RunConfig, step: int) -> bool:
 def sample_ahead(cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine) -> Ahead:
     """Let a thread sample and grade `step`, on the questions after `cursor`, with what `engine` holds now.
 
-    Until `batch` is done nothing else may use the engine. Its exceptions are those of `collect`.
+    Until the result is done nothing else may use the engine. Its exceptions are those of `collect`. `cursor` stays, so
+    that a checkpoint meanwhile does not skip these questions.
     """
     own, thread = Cursor(cursor.data, cursor.position), ThreadPoolExecutor(1, "sample-ahead")
     clock = Clock(lambda: None)  # not the trainer's, which times only how long it waits for the batch
-    batch = thread.submit(collect, cfg, step, own, policy, engine, clock, ALONE)
+    ahead = thread.submit(lambda: (collect(cfg, step, own, policy, engine, clock, ALONE), own))
     thread.shutdown(wait=False)  # the thread ends after the batch
-    return Ahead(batch, own)
+    return ahead

@@ -118,7 +118,7 @@ class LabTrainer(GRPOTrainer):
         finally:
             if self.ahead:
                 self.engine.abort()
-                wait([self.ahead.batch], self.cfg.rollout.vllm_server.patience_seconds)
+                wait([self.ahead], self.cfg.rollout.vllm_server.patience_seconds)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Override TRL's hook: collect a batch in place of TRL's placeholder `inputs`; return it as TRL's tensors.
@@ -168,8 +168,7 @@ class LabTrainer(GRPOTrainer):
         try:
             if ahead:
                 with self.clock.phase("rollout", on_device=False):
-                    batch = ahead.batch.result()
-                self.cursor = ahead.cursor
+                    batch, self.cursor = ahead.result()
             else:
                 batch = self._sample_batch()
             if self.cfg.overlaps:
