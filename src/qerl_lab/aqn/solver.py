@@ -59,11 +59,12 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
     if target <= 0:
         raise ValueError(f"a KL of {target} is not solved for; allowed: above 0")
     low, high = math.log(cfg.sigma_min), math.log(cfg.sigma_max)
+    exact = {low: cfg.sigma_min, high: cfg.sigma_max}  # exp would round
     near, tried = math.log1p(cfg.solver.tolerance), list[Attempt]()
     log_sigma: float | None = math.log(guess)
     while log_sigma is not None and len(tried) < cfg.solver.probes:
         log_sigma = min(max(log_sigma, low), high)
-        sigma = _exp_within_bounds(cfg, log_sigma)
+        sigma = exact.get(log_sigma, math.exp(log_sigma))
         kl = measure(sigma)
         gap = _log_ratio(kl, target)
         tried.append(Attempt(log_sigma, sigma, kl, gap))
@@ -75,12 +76,6 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
         log_sigma = _next_log_sigma(tried, near)
     best = min(reversed(tried), key=lambda attempt: abs(attempt.gap))  # the last of equals
     return Solution(best.sigma, best.kl, len(tried))
-
-
-def _exp_within_bounds(cfg: AqnConfig, log_sigma: float) -> float:
-    """Convert a log sigma to sigma. The log of sigma_min or sigma_max gives that bound exactly."""
-    bounds = {math.log(bound): bound for bound in (cfg.sigma_min, cfg.sigma_max)}
-    return bounds.get(log_sigma, math.exp(log_sigma))
 
 
 def _log_ratio(kl: float, target: float) -> float:
