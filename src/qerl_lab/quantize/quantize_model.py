@@ -38,14 +38,13 @@ NOT_IDENTITY = ("model", "revision", "out", "quality", "overwrite", "device")
 
 
 class Source(NamedTuple):
-    """The dense model: its folder, config.json, tensors, the Linears to pack and those left dense."""
+    """The dense model: its folder, tensors, the Linears to pack and those left dense; config.json of the packed one."""
 
     folder: Path
-    config: dict[str, Any]
     weights: WeightFiles
     packed: list[str]
     dense: list[str]
-    quantization_config: dict[str, Any]  # for the packed model's config.json
+    config: dict[str, Any]
 
 
 def run(options: QuantizeOptions) -> None:
@@ -65,8 +64,7 @@ def run(options: QuantizeOptions) -> None:
             if options.method == "rtn":
                 weight_format, shard = formats.build(options.format_config()), options.shard_gb * 1e9
                 rtn.write(source.weights, source.packed, weight_format, device, unfinished.folder, shard)
-                config = source.config | {"quantization_config": source.quantization_config}
-                replace_file(unfinished.folder / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+                replace_file(unfinished.folder / "config.json", json.dumps(source.config, indent=2).encode() + b"\n")
             else:
                 llmcompressor.run(options, source.folder, source.dense, unfinished.folder)
             copy_companions(source.folder, unfinished.folder)
@@ -132,13 +130,13 @@ def read_source(options: QuantizeOptions) -> Source:
         ignore = [name for entry in ignore for name in inside[entry] or [entry]]
     try:
         dtype = weights.dtype(f"{packed[0]}.weight")
-        quantization_config = weight_format.quantization_config([*ignore, *tied], dtype)
+        config["quantization_config"] = weight_format.quantization_config([*ignore, *tied], dtype)
     except ValueError as error:
         raise ConfigError(
             f"{_spell_ignore(options)} with format={options.format}: {error}. "
             "Type for example ignore=[lm_head,down_proj]."
         ) from error
-    return Source(folder, config, weights, packed, dense, quantization_config)
+    return Source(folder, weights, packed, dense, config)
 
 
 def _check_ignore(
