@@ -16,7 +16,7 @@ from packed_layers import BF16, BY_NAME, FP8, MXFP4, NF4, NVFP4
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
-from qerl_lab.model.linear import PackedLinear, weight_bytes
+from qerl_lab.model.linear import PackedLinear, total_bytes
 from qerl_lab.model.loading import empty_model, fill, stored_as
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm.backends import humming_races
@@ -70,7 +70,7 @@ def test_gpu_memory_stays_below_the_packed_size_and_one_layer(dense: Path, name:
     model = load(dense, BY_NAME[name], GPU)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    packed = weight_bytes(model).total
+    packed = total_bytes(model)
     layer = sum(2 * tensor.numel() for name, tensor in dense_tensors(dense) if name.startswith("model.layers.0."))
     whole = sum(2 * tensor.numel() for _, tensor in dense_tensors(dense))
     print(f"{name}: peak {peak / 2**20:.1f} MiB, packed {packed / 2**20:.1f}, one dense layer {layer / 2**20:.1f}, "

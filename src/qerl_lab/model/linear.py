@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 # Layers that engines fuse into one, so that they must share a tensor scale.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-class WeightBytes(NamedTuple):
-    """Bytes of a model. `linears`: the Linears' weights in the run's format, no biases. `total`: all tensors."""
-
-    linears: int
-    total: int
 
 
 class PackedLinear(nn.Linear):
@@ -225,19 +218,20 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     }  # fmt: skip
 
 
-def weight_bytes(model: nn.Module) -> WeightBytes:
-    """Count the bytes of the Linears in the run's format, without biases, and of the whole model.
-
-    Dense caches do not count.
-    """
+def linear_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights of a model's Linears in the run's format, without biases and dense caches."""
     linears = 0
     for module in model.modules():
         if isinstance(module, PackedLinear):
             linears += module.packed_bytes()
         elif isinstance(module, nn.Linear) and getattr(module, "weight_format", None) is not None:
             linears += module.weight.nbytes
-    tensors = [*model.parameters(), *model.buffers()]
-    return WeightBytes(linears, sum(tensor.nbytes for tensor in tensors))
+    return linears
+
+
+def total_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers of a model, without dense caches."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format) -> None:
@@ -254,7 +248,7 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
         linear.weight = nn.Parameter(weight_format.dequantize(packed, shape, dtype))
         linear.requires_grad_(False)
-        linear.__dict__["weight_format"] = weight_format  # read by `weight_bytes`
+        linear.__dict__["weight_format"] = weight_format  # read by `linear_bytes`
 
 
 def fused_groups(names: Sequence[str]) -> list[list[str]]:

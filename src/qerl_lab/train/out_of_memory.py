@@ -8,7 +8,7 @@ import torch
 from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
-from qerl_lab.model.linear import weight_bytes
+from qerl_lab.model.linear import total_bytes
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP
 
@@ -24,7 +24,7 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
     """
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     found = {
-        "frozen base": weight_bytes(policy.model).total - learned,
+        "frozen base": total_bytes(policy.model) - learned,
         f"{'weights' if policy.trains_all else 'adapter'}, its gradients and moments": 4 * learned,
         **{name: size for name, size in held_by_engine.items() if name != ASLEEP},
     }

@@ -348,7 +348,7 @@ def opening_lines(session: Session) -> str:
     """Return the text printed before training: model, noise, algorithm, task and sizes, then the session's notes."""
     cfg, policy, data = session.cfg, session.policy, session.data
     bits = formats.build(cfg.format).bits_per_weight
-    weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(policy.model).linears / 2**20:.2f} MiB"
+    weights = f"{bits:.2f} bits a weight, {linear.linear_bytes(policy.model) / 2**20:.2f} MiB"
     if cfg.format.name == DENSE_FORMAT and policy.model.dtype == torch.float32:
         weights += " in float32"  # as on a CPU, in twice the bytes of the format
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)

@@ -21,7 +21,7 @@ from qerl_lab.formats import format as machinery
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import on_disk, policy
-from qerl_lab.model.linear import FUSED, PackedLinear, weight_bytes
+from qerl_lab.model.linear import FUSED, PackedLinear, total_bytes
 from qerl_lab.model.loading import empty_model, fill, stored_as
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
@@ -144,7 +144,7 @@ def test_memory_stays_below_the_packed_size_and_one_layer(name: str, monkeypatch
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    packed = weight_bytes(model).total
+    packed = total_bytes(model)
     assert held >= 0.9 * packed  # the events are all there
     assert peak <= packed + layer
 

@@ -11,7 +11,7 @@ from packed_layers import NVFP4, K, N, dense_twin, each_packed, packed_from, pac
 from qerl_lab.formats.format import Format
 from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import BLOCK, TILES, Tiles, pack
-from qerl_lab.model.linear import weight_bytes
+from qerl_lab.model.linear import linear_bytes, total_bytes
 
 
 def gradients(module: nn.Module, x: Tensor, *parameters: Tensor) -> list[Tensor]:
@@ -123,7 +123,7 @@ def test_dense_cache_gives_the_same_bits(weight_format: Format) -> None:
         assert cached._dense[torch.bfloat16] is first
     assert packed._dense == {}
     assert cached.state_dict().keys() == packed.state_dict().keys()
-    assert weight_bytes(cached) == weight_bytes(packed)
+    assert (linear_bytes(cached), total_bytes(cached)) == (linear_bytes(packed), total_bytes(packed))
 
 
 # Moves and files
@@ -171,7 +171,9 @@ def q_and_k() -> nn.ModuleList:
 def test_each_counts_its_own_bytes_and_all_together_the_tensor_once(q_and_k: nn.ModuleList) -> None:
     own = BLOCK * K * 9 // 16 + 4
     assert [layer.packed_bytes() for layer in q_and_k] == [own, own]
-    assert weight_bytes(q_and_k) == weight_bytes(q_and_k.bfloat16()) == (2 * own, 2 * own)
+    assert linear_bytes(q_and_k) == total_bytes(q_and_k) == 2 * own
+    q_and_k.bfloat16()
+    assert linear_bytes(q_and_k) == total_bytes(q_and_k) == 2 * own
 
 
 def test_a_change_of_dtype_leaves_them_on_one_tensor(q_and_k: nn.ModuleList) -> None:

@@ -17,7 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, SCALE
 from qerl_lab.formats.tiles import TILES
 from qerl_lab.model.dense import base_tensors, dense_tensors
-from qerl_lab.model.linear import PackedLinear, packed_layers, weight_bytes
+from qerl_lab.model.linear import PackedLinear, linear_bytes, packed_layers, total_bytes
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm import base, one_copy
@@ -96,14 +96,16 @@ def test_a_layer_with_a_scale_that_the_form_drops_keeps_its_own(
 
 @pytest.mark.parametrize("form", [in_marlin, in_tiles])
 def test_readers_of_the_base_get_the_same_weights(policy: Policy, cfg: Any, tmp_path: Path, form: Form) -> None:
-    before, dense, size = base_tensors(policy), dense_tensors(policy, torch.float32), weight_bytes(policy.model)
+    before, dense = base_tensors(policy), dense_tensors(policy, torch.float32)
+    sizes = linear_bytes(policy.model), total_bytes(policy.model)
     one_copy.share(policy, engine_of(policy, form=form))
     after = base_tensors(policy)
     assert after.keys() == before.keys()
     assert all(equal(after[name], tensor) for name, tensor in before.items())
     assert all(equal(tensor, dense[name]) for name, tensor in dense_tensors(policy, torch.float32).items())
     if form is in_marlin:  # whole tiles are more, and the parts of a layer count theirs once
-        assert weight_bytes(policy.model) == size  # each byte has one owner, and that is the policy
+        # each byte has one owner, and that is the policy
+        assert (linear_bytes(policy.model), total_bytes(policy.model)) == sizes
     with base.model_folder(policy, cfg) as folder:
         files = WeightFiles(folder)
         assert sorted(files.names) == sorted(before)

@@ -8,7 +8,7 @@ import torch
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
-from qerl_lab.model.linear import weight_bytes
+from qerl_lab.model.linear import total_bytes
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import ASLEEP
@@ -36,7 +36,7 @@ def on_gpu(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], N
 def test_every_byte_of_the_policy_has_an_owner(policy: Policy) -> None:
     found = bytes_by_owner(policy, {WEIGHTS: 7})
     learned = sum(p.nbytes for p in policy.model.parameters() if p.requires_grad)
-    assert found["frozen base"] + learned == weight_bytes(policy.model).total
+    assert found["frozen base"] + learned == total_bytes(policy.model)
     assert found["adapter, its gradients and moments"] == 4 * learned > 0
     assert found[WEIGHTS] == 7
 

@@ -29,7 +29,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.model.linear import packed_layers
+from qerl_lab.model.linear import packed_layers, total_bytes
 from qerl_lab.model.on_disk import cache_bytes_per_token
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import read_json
@@ -206,12 +206,7 @@ class VllmEngine(Engine):
 
     def held(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""
-
-        def sum_bytes(model: nn.Module) -> int:
-            tensors = (*model.parameters(), *model.buffers())  # including the copy for `dense_rows`
-            return sum(tensor.nbytes for tensor in tensors)
-
-        weights = self.llm.apply_model(sum_bytes)[0]
+        weights = self.llm.apply_model(total_bytes)[0]  # including the copy for `dense_rows`
         weights -= one_copy.shared_bytes(self.policy)
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
         return {"vLLM's weights": weights, ASLEEP if self._asleep else "vLLM's key-value cache": cache}
