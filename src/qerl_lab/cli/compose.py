@@ -27,7 +27,7 @@ from qerl_lab.cli import intent
 from qerl_lab.cli.overrides import as_config_errors, explain, parse_overrides, spell_for_hydra, without_hydra_overrides
 from qerl_lab.config.arm import OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder, package_data
-from qerl_lab.config.keys import NUMBERS, spell_value, types_by_key
+from qerl_lab.config.keys import NUMBERS, TYPES, spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build_config, validate
 from qerl_lab.config.schema import RunConfig
@@ -197,9 +197,9 @@ def _experiment_keys() -> frozenset[str]:
 
     Keys with a number are left out, because numbers are fitted to a model.
     """
-    files, kinds = group_folder("experiment").glob("*.yaml"), types_by_key()
+    files = group_folder("experiment").glob("*.yaml")
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
-    return frozenset(key for key in declared if kinds[key] not in NUMBERS)
+    return frozenset(key for key in declared if TYPES[key] not in NUMBERS)
 
 
 def _typed_words(overrides: ListConfig) -> list[str]:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, check_type, spell_value, translate_foreign_name, unknown_name_error
@@ -97,9 +97,8 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
     the shell, become the value of the option named `bare`. Raises ConfigError for an unknown or repeated key, or a
     value of a wrong type or out of bounds.
     """
-    hints, defaults = get_type_hints(kind), kind()
-    types = {leaf.name: hints[leaf.name] for leaf in leaves(defaults)}
-    metadata = {leaf.name: leaf.field.metadata for leaf in leaves(defaults)}
+    known = {leaf.name: leaf.field for leaf in leaves(kind())}
+    types: dict[str, Any] = {name: field.type for name, field in known.items()}
     given: dict[str, Any] = {}
     words: list[tuple[str, str]] = []  # (key, argument)
     paths: list[str] = []
@@ -119,7 +118,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
             hint = f" Did you mean {ends[0]}?" if ends else did_you_mean(key, list(types))
             raise unknown_name_error(key, list(types), hint)
         given[key] = _parse_value(types[key], text)
-        check_type(key, types[key], given[key], metadata[key])
+        check_type(key, known[key], given[key])
         words.append((key, word))
     if paths:
         is_list = get_origin(types[bare]) is list

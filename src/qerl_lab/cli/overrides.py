@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import METADATA, TEXT, check_type, describe_type, spell_value, type_of_key, types_by_key
+from qerl_lab.config.keys import TEXT, TYPES, check_type, describe_type, field_of_key, spell_value
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import quote_text, quoted, shell_override
@@ -52,7 +52,7 @@ def spell_for_hydra(override: str) -> str:
         return override if value.isdecimal() else quote_text(override.partition("=")[0], value)
     if key == "slurm" and value[:1] not in ("'", '"'):
         return f"{key}={quoted(value)}"
-    if types_by_key().get(key) in TEXT and key not in GROUPS:
+    if TYPES.get(key) in TEXT and key not in GROUPS:
         return quote_text(key, value)
     return f"{'+' if key in APPENDED else ''}{key}={value}"
 
@@ -90,14 +90,14 @@ def _check_override(override: Override) -> None:
         if isinstance(value, list | dict) or value is None:  # Hydra would compose several options, or none
             raise unknown_option_error(name, value, choices_of(name))
         return
-    kind = type_of_key(name)
+    field = field_of_key(name)
     for given in override.sweep_iterator() if override.is_sweep_override() else [value]:
         value = given.text if isinstance(given, QuotedString) else given
-        if type(value) in (int, float) and kind in TEXT:
+        if type(value) in (int, float) and field.type in TEXT:
             value = str(value)  # a commit or a directory made of digits
         if not (isinstance(value, str) and "${" in value):  # an interpolation is checked after composition
             try:
-                check_type(name, kind, value, METADATA[name])
+                check_type(name, field, value)
             except ConfigError as error:
                 if not override.is_sweep_override():
                     raise
@@ -110,9 +110,9 @@ def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigEr
     It suggests, for example, GROUP.path=VALUE for a path or a hub id, and lora.rank=256 for lora=rank256.
     """
     number = re.fullmatch(r"([a-z_]+)(\d+)", str(value))
-    if "/" in str(value) and f"{group}.path" in types_by_key():
+    if "/" in str(value) and f"{group}.path" in TYPES:
         hint = f" Type {shell_override(f'{group}.path', value)}."
-    elif number and f"{group}.{number[1]}" in types_by_key():
+    elif number and f"{group}.{number[1]}" in TYPES:
         hint = f" Type {group}.{number[1]}={number[2]}."
     else:
         hint = did_you_mean(str(value), options) or f" Type for example {group}={options[0]}."
@@ -146,7 +146,7 @@ def explain(error: Exception) -> str:
             return f"--config-dir {found[1]} is no directory. Type --config-dir DIR of one that is there."
         case ConfigCompositionException() if found := SEVERAL.match(str(error)):
             name, _, value = found[1].lstrip("+").partition("=")
-            is_text = types_by_key().get(name) in TEXT and name not in GROUPS
+            is_text = TYPES.get(name) in TEXT and name not in GROUPS
             one = f", or {shell_override(name, value)} if the comma is part of it" if is_text else ""
             return (
                 f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
@@ -156,7 +156,7 @@ def explain(error: Exception) -> str:
         case OverrideParseException() if _is_command(error.override):
             return f"{error.override} is a command of its own. Type python -m qerl_lab.{error.override}."
         case OverrideParseException():
-            return str(unreadable_override_error(error.override, dict(types_by_key()) | dict.fromkeys(GROUPS)))
+            return str(unreadable_override_error(error.override, dict(TYPES) | dict.fromkeys(GROUPS)))
         case MissingConfigException() if error.missing_cfg_file and error.options:
             file = str(error.missing_cfg_file)  # an option that is a path has slashes of its own
             group = next((name for name in GROUPS if file.startswith(f"{name}/")), file.rpartition("/")[0])
@@ -189,6 +189,6 @@ def _explain_key(error: OmegaConfBaseException, key: str) -> str:
     if key.startswith("hydra."):
         return f"{said}."
     try:
-        return f"{said}; allowed: {describe_type(type_of_key(key))}, or ${{KEY}} with the name of another key."
+        return f"{said}; allowed: {describe_type(field_of_key(key).type)}, or ${{KEY}} with the name of another key."
     except ConfigError as unknown:
         return str(unknown)

@@ -30,7 +30,7 @@ from qerl_lab.cli.intent import overrides_by_key
 from qerl_lab.cli.overrides import GROUPS, as_config_errors, parse_overrides, spell_for_hydra, without_hydra_overrides
 from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.conf_folder import package_data
-from qerl_lab.config.keys import FOREIGN_NAMES, types_by_key, what_to_type
+from qerl_lab.config.keys import FOREIGN_NAMES, TYPES, what_to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact, redact_and_join
 from qerl_lab.config.spelling import hydra_override, resume_override, unquoted
@@ -192,7 +192,7 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
             overrides.append(word)
             continue
         if word.partition("=")[0] not in (*FLAGS, *FLAGS_WITH_VALUE):
-            names = [*types_by_key(), *GROUPS]  # which people type with dashes, by their last parts too: --lr, --rank
+            names = [*TYPES, *GROUPS]  # which people type with dashes, by their last parts too: --lr, --rank
             targets = {name.rpartition(".")[2]: name for name in reversed(names)}
             targets |= dict(FOREIGN_NAMES) | {name: name for name in names}
             hints = {name: what_to_type(target) for name, target in targets.items()}

@@ -14,7 +14,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.overrides import GROUPS
     from qerl_lab.config.arm import flatten, is_of_arm, leaves
     from qerl_lab.config.conf_folder import choices_of, group_folder
-    from qerl_lab.config.keys import describe_type, spell_value, types_by_key
+    from qerl_lab.config.keys import describe_type, spell_value
     from qerl_lab.config.option import bounds_in_words, option
     from qerl_lab.config.schema import RunConfig
     from qerl_lab.system.terminal import format_path
@@ -57,7 +57,7 @@ def format_tables() -> str:
             text += "| key | default | unit | allowed | meaning | hash |\n|---|---|---|---|---|---|\n"
         of_key = field.metadata
         allowed = ", ".join(f"`{choice}`" for choice in of_key["choices"] or ())
-        allowed = allowed or ": ".join(filter(None, (describe_type(types_by_key()[name]), bounds_in_words(of_key))))
+        allowed = allowed or ": ".join(filter(None, (describe_type(field.type), bounds_in_words(of_key))))
         is_hashed = "yes" if is_of_arm(name) else ""
         text += _format_row(
             f"`{name}`", f"`{spell_value(default)}`", of_key["unit"], allowed, of_key["help"], is_hashed

@@ -2,16 +2,16 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import Field, dataclass
+from typing import Any, get_args, get_origin
 
-from qerl_lab.config.arm import leaves, values_of
+from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
-METADATA = {leaf.name: leaf.field.metadata for leaf in leaves(RunConfig())}  # by dotted key: default, choices, ...
+FIELDS: Mapping[str, Field[Any]] = {leaf.name: leaf.field for leaf in leaves(RunConfig())}  # by dotted key
+TYPES: Mapping[str, Any] = {name: field.type for name, field in FIELDS.items()}
 # How an error names each type, and an example value for a key whose default is null or empty.
 TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     str: ("text", "NAME"),
@@ -63,24 +63,11 @@ TEXT = (str, str | None)
 NUMBERS = (int, float, int | None, float | None)
 
 
-@cache  # called for each key of every file read
-def types_by_key() -> Mapping[str, Any]:
-    """Map the dotted name of every key to its type. Cached."""
-    found = {}
-    for name in values_of(RunConfig()):
-        kind: Any = RunConfig
-        for part in name.split("."):
-            kind = get_type_hints(kind)[part]
-        found[name] = kind
-    return found
-
-
-def type_of_key(name: str) -> Any:
-    """Return the type of a key. Raises ConfigError if there is no such key."""
-    known = types_by_key()
-    if name not in known:
+def field_of_key(name: str) -> Field[Any]:
+    """Return the dataclass field of a key (see `option`). Raises ConfigError if there is no such key."""
+    if name not in FIELDS:
         raise unknown_key_error(name)
-    return known[name]
+    return FIELDS[name]
 
 
 def unknown_key_error(name: str) -> ConfigError:
@@ -88,7 +75,7 @@ def unknown_key_error(name: str) -> ConfigError:
 
     It lists only keys that a user may type.
     """
-    known = [key for key in types_by_key() if key not in NOT_PROPOSED]
+    known = [key for key in TYPES if key not in NOT_PROPOSED]
     if inside := [key for key in known if key.startswith(name + ".")]:
         return ConfigError(f"{name} is a node, not a key. Allowed: {', '.join(inside)}.")
     node, _, last = name.rpartition(".")
@@ -108,7 +95,7 @@ def translate_foreign_name(name: str) -> str | None:
 
     Compares the ends of the dotted name, longest first: `actor.optim.lr` is `optim.learning_rate`.
     """
-    meant, parts = {**{key: key for key in types_by_key()}, **FOREIGN_NAMES}, name.split(".")
+    meant, parts = {**{key: key for key in TYPES}, **FOREIGN_NAMES}, name.split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
     return next((meant[end] for end in ends if end in meant), None)
 
@@ -120,9 +107,9 @@ def what_to_type(target: str) -> str:
     """
     if "=" in target:
         return target
-    if target in types_by_key():
+    if target in TYPES:
         return f"{target}=VALUE"
-    path = f", or {target}.path=PATH" if f"{target}.path" in types_by_key() else ""
+    path = f", or {target}.path=PATH" if f"{target}.path" in TYPES else ""
     return f"{target}=OPTION ({', '.join(choices_of(target))}){path}"
 
 
@@ -135,21 +122,22 @@ def unknown_name_error(name: str, allowed: Sequence[str], hint: str) -> ConfigEr
     return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(nearest) or 'none'}.")
 
 
-def check_type(name: str, kind: Any, value: Any, metadata: Any) -> None:
-    """Raise ConfigError unless `value` has the type `kind` of the key `name`. An int is accepted for a float.
+def check_type(name: str, field: Field[Any], value: Any) -> None:
+    """Raise ConfigError unless `value` has the type of the key `name`. An int is accepted for a float.
 
-    `metadata` is that of the key's dataclass field (see `option`). The message suggests the default, unless that is
-    empty or a long text. For 1e3 as a whole number it suggests 1000, if that is within the bounds.
+    `field` is the dataclass field of the key (see `option`). The message suggests the default, unless that is empty or
+    a long text. For 1e3 as a whole number it suggests 1000, if that is within the bounds.
     """
+    kind: Any = field.type
     if has_type(value, kind):
         return
-    default = metadata["default"]
+    default = field.metadata["default"]
     plain = _strip_optional(kind)
     has_example = default not in (None, "", []) and (kind is not str or len(default) <= 40)
     example = default if has_example else TYPE_WORDS[plain][1]
     if plain is int and isinstance(value, float) and value.is_integer():
         example = int(value)
-        check_bounds(name, metadata, example)
+        check_bounds(name, field.metadata, example)
     raise ConfigError(
         f"{name}={spell_value(value)} is not allowed; allowed: {describe_type(kind)}. "
         f"Type for example {name}={spell_value(example)}."

@@ -6,8 +6,8 @@ values that exclude each other.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
-from typing import Any, NamedTuple, get_type_hints
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 from qerl_lab.config.arm import REMOVED, leaves, values_of
 from qerl_lab.config.conf_folder import choices_of
@@ -110,19 +110,19 @@ def build_config(values: Any, kind: Any = RunConfig, prefix: str = "") -> Any:
     """
     if not isinstance(values, dict):
         raise unknown_key_error(prefix.rstrip("."))
-    types, arguments = get_type_hints(kind), {}
+    known, arguments = {field.name: field for field in fields(kind)}, {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if name in REMOVED:
             continue
-        if key not in types:
+        if key not in known:
             raise unknown_key_error(name)
-        if is_dataclass(types[key]):
-            value = build_config(value, types[key], f"{name}.")
+        field = known[key]
+        if is_dataclass(field.type):
+            value = build_config(value, field.type, f"{name}.")
         else:
-            of_key = kind.__dataclass_fields__[key].metadata
-            check_type(name, types[key], value, of_key)
-            check_bounds(name, of_key, value)
+            check_type(name, field, value)
+            check_bounds(name, field.metadata, value)
         arguments[key] = value
     return kind(**arguments)
 

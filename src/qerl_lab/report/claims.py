@@ -15,7 +15,7 @@ import yaml
 
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.fields import DAY, DIRECTION, LIST, MAPPING, NUMBER, TEXT, WHOLE, check_fields, parse_number
-from qerl_lab.config.keys import METADATA, describe_type, has_type, spell_value, type_of_key
+from qerl_lab.config.keys import FIELDS, TYPES, describe_type, has_type, spell_value
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.paths import QUEUE, sha256
@@ -23,7 +23,7 @@ from qerl_lab.report import reference
 from qerl_lab.report.measures import MEASURES
 
 Settings = Mapping[str, str]
-KEYS_AND_GROUPS = {*METADATA, *(name.rpartition(".")[0] for name in METADATA)} - {""}  # such as lora.rank and lora
+KEYS_AND_GROUPS = {*FIELDS, *(name.rpartition(".")[0] for name in FIELDS)} - {""}  # such as lora.rank and lora
 FEWEST_SEEDS = 2  # an interval needs two seeds
 
 OF_FILE = {"committed": DAY, "seeds": WHOLE, "claims": LIST}
@@ -237,8 +237,8 @@ def _parse_settings(values: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where}: {values} is no mapping; write {{KEY: VALUE}}, for example {{format.name: bf16}}")
     found = {}
     for key, value in values.items():
-        _check_key(key, where, METADATA)
-        kind, choices = type_of_key(key), METADATA[key]["choices"]
+        _check_key(key, where, FIELDS)
+        kind, choices = TYPES[key], FIELDS[key].metadata["choices"]
         if choices and str(value) not in choices:
             quote = ' (write "off" with its quotes)' if value is False and "off" in choices else ""
             raise ValueError(f"{where}: {key}={value} is none of {', '.join(choices)}{quote}")

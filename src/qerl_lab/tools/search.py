@@ -20,7 +20,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.compose import make_plan
     from qerl_lab.cli.grammar import HELP, Command
     from qerl_lab.cli.overrides import spell_for_hydra
-    from qerl_lab.config.keys import type_of_key
+    from qerl_lab.config.keys import field_of_key
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes
     from qerl_lab.record.directory import RunDirectory
@@ -78,7 +78,7 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
         if (ends := _read_range(value)) is None:
             shared.append(word)
             continue
-        if type_of_key(key) not in (float, float | None):
+        if field_of_key(key).type not in (float, float | None):
             raise ConfigError(
                 f"{word}: a search proposes fractions, and {key} takes none. "
                 f"Type python -m qerl_lab -m {key}=A,B,C to compare some values."

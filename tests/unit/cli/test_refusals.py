@@ -9,7 +9,7 @@ from qerl_lab.cli import launch, train
 from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.keys import NOT_PROPOSED, SET_BY_LAB, types_by_key, unknown_key_error
+from qerl_lab.config.keys import NOT_PROPOSED, SET_BY_LAB, TYPES, unknown_key_error
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
 
@@ -253,10 +253,10 @@ def test_the_keys_that_an_error_lists_are_those_that_may_be_typed_the_nearest_fi
     assert set_by_lab | {*SET_BY_LAB} <= NOT_PROPOSED
     listed = str(unknown_key_error("step")).partition("Allowed: ")[2].rstrip(".").split(", ")
     assert listed[0] == "steps"
-    assert {*listed} == {key.partition(".")[0] for key in types_by_key()} - NOT_PROPOSED | {"sweeps"}
+    assert {*listed} == {key.partition(".")[0] for key in TYPES} - NOT_PROPOSED | {"sweeps"}
     for node in ("model", "lora", "task", "algorithm"):
         listed = str(unknown_key_error(f"{node}.zzz")).partition("Allowed: ")[2].rstrip(".").split(", ")
-        assert {*listed} == {key for key in types_by_key() if key.startswith(f"{node}.")} - NOT_PROPOSED
+        assert {*listed} == {key for key in TYPES if key.startswith(f"{node}.")} - NOT_PROPOSED
 
 
 def test_words_that_do_little_are_said():

@@ -9,7 +9,7 @@ import yaml
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import FOREIGN_NAMES, check_type, parse_condition, type_of_key, types_by_key
+from qerl_lab.config.keys import FIELDS, FOREIGN_NAMES, TYPES, check_type, parse_condition
 from qerl_lab.config.option import ConfigError, check_bounds
 from qerl_lab.config.rules import NEEDS, from_dict
 from qerl_lab.config.schema import RunConfig
@@ -98,14 +98,12 @@ def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, giv
 
 
 def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exist() -> None:
-    fields = {leaf.name: leaf.field.metadata for leaf in leaves(RunConfig())}
     for condition in itertools.chain.from_iterable((needs.given, needs.allowed) for needs in NEEDS):
         key, values, _ = astuple(parse_condition(condition))
         for text in values:
-            kind = type_of_key(key)
-            value = text if kind is str else yaml.safe_load(text)
-            check_type(key, kind, value, fields[key])
-            check_bounds(key, fields[key], value)
+            value = text if TYPES[key] is str else yaml.safe_load(text)
+            check_type(key, FIELDS[key], value)
+            check_bounds(key, FIELDS[key].metadata, value)
             assert key != "format.name" or text in choices_of("format")
 
 
@@ -175,7 +173,7 @@ def test_every_number_of_the_schema_has_a_lowest_and_a_highest_value():
     unbounded = {"checkpoint.every", "checkpoint.keep", "aqn.probe_prompts"}
     unbounded |= {"eval.questions", "eval.every", "eval.subset_questions"}
     for name, f, _ in leaves(RunConfig()):
-        if types_by_key()[name] in (int, float, float | None):
+        if f.type in (int, float, float | None):
             low, high = (f.metadata[key] for key in ("at_least", "at_most"))
             assert low is not None or f.metadata["above"] is not None, name
             assert high is not None or name in unbounded, name
@@ -190,8 +188,8 @@ def test_whole_groups_go_to_each_gpu(tiny) -> None:
 
 
 def test_what_others_call_a_key_is_one_of_ours() -> None:
-    assert not set(FOREIGN_NAMES) & set(types_by_key())
+    assert not set(FOREIGN_NAMES) & set(TYPES)
     for meant in FOREIGN_NAMES.values():
         group, _, option = meant.partition("=")
-        assert meant in types_by_key() or choices_of(group), meant
+        assert meant in TYPES or choices_of(group), meant
         assert not option or option in choices_of(group)
