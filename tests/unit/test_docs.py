@@ -14,7 +14,6 @@ import pytest
 
 from qerl_lab.bench import job
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import search
 
@@ -112,7 +111,7 @@ def parse(command: str) -> object:
         if "--config-dir" in words:
             at = words.index("--config-dir")
             words[at : at + 2] = [f'hydra.searchpath=["file://{ROOT / words[at + 1]}"]']
-        return make_plan([spell_for_hydra(word) for word in words if word != "-m"], "-m" in words)
+        return make_plan([word for word in words if word != "-m"], "-m" in words)
     if module == "qerl_lab.tools.search":
         return search.read_space([word for word in words if not search.is_own(word)], search.SearchOptions())
     found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))

@@ -5,7 +5,7 @@
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -74,12 +74,13 @@ def register_schema() -> None:
         store.store(path.stem, OmegaConf.load(path), group="sweeps", package="_global_")
 
 
-def make_plan(overrides: list[str], multirun: bool) -> Plan:
+def make_plan(overrides: Iterable[str], multirun: bool) -> Plan:
     """Compose and check every job of a command without starting any; return the plan.
 
-    `overrides` must be spelled for Hydra (`overrides.spell_for_hydra`). `multirun` is the flag -m; without it an
-    override such as +sweeps=NAME still plans a sweep. Raises ConfigError if an override or a job is not allowed.
+    `overrides` are those that a user types. `multirun` is the flag -m; without it an override such as +sweeps=NAME
+    still plans a sweep. Raises ConfigError if an override or a job is not allowed.
     """
+    overrides = [spell_for_hydra(word) for word in overrides]
     parsed = parse_overrides(overrides)
     register_schema()
     with (

@@ -109,7 +109,7 @@ def plan(options: PlanOptions) -> None:
     queue = read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
-    all_left = _next_runs(queue, options)
+    all_left = _chosen_runs(queue.left(), queue, options)
 
     def hours(runs: Sequence[Planned]) -> float:
         """Return the hours that `runs` take, `at_once` of them at a time."""
@@ -166,11 +166,6 @@ def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
     return [part for part in queue.parts if not options.parts or part.name in options.parts]
 
 
-def _next_runs(queue: Queue, options: PlanOptions) -> list[Planned]:
-    """Return the runs of the chosen parts that are not done and not failed twice, in the order of the queue."""
-    return _chosen_runs(queue.left(), queue, options)
-
-
 def _chosen_runs(runs: Sequence[Planned], queue: Queue, options: PlanOptions) -> list[Planned]:
     """Return those of `runs` that a part in `options.parts` lists. Raises ConfigError for a wrong name of a part."""
     parts = _chosen_parts(queue, options)
@@ -186,7 +181,7 @@ def run(options: RunOptions) -> None:
     """
     queue, pack = read(Path(options.queue), split_words(options.words, f"words={options.words}")), Path(options.pack)
     make_directory(pack, f"pack={pack}")
-    waiting = _next_runs(queue, options)
+    waiting = _chosen_runs(queue.left(), queue, options)
     queue.refuse_unregistered(waiting)
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())

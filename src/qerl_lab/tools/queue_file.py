@@ -34,7 +34,6 @@ from typing import Any
 import yaml
 
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.fields import LIST, NUMBER, SWITCH, TEXT, TEXTS, WHOLES, check_fields, parse_number
 from qerl_lab.config.message import in_one_line
@@ -258,7 +257,7 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
             words, split_words(line, f"part {part.name}, line `{line}`"), extra, [f"seed={part.seeds[0]}"]
         )
         try:
-            jobs = make_plan([spell_for_hydra(word) for word in grid], multirun=True).jobs
+            jobs = make_plan(grid, multirun=True).jobs
         except ConfigError as error:
             raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):

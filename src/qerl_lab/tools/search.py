@@ -19,7 +19,6 @@ with exits.starting(__name__):
 
     from qerl_lab.cli.compose import make_plan
     from qerl_lab.cli.grammar import HELP, Command
-    from qerl_lab.cli.overrides import spell_for_hydra
     from qerl_lab.config.keys import field_of_key
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes
@@ -91,7 +90,7 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
         raise ConfigError("no word has a range. Type for example optim.learning_rate=1e-4..1e-2.")
     if options.objective == "reward" and not any(word.startswith("eval.questions=") for word in shared):
         shared.append("eval.questions=0")
-    jobs = make_plan([spell_for_hydra(word) for word in (*shared, *lowest, options.seed_override)], multirun=True).jobs
+    jobs = make_plan([*shared, *lowest, options.seed_override], multirun=True).jobs
     if len(jobs) > len(options.seeds):
         raise ConfigError(
             f"the words make {len(jobs)} runs for {len(options.seeds)} seeds; a search takes one arm. "

@@ -5,7 +5,6 @@ from qerl_lab.system import exits
 with exits.starting(__name__):
     from qerl_lab.cli.compose import make_plan
     from qerl_lab.cli.grammar import HELP
-    from qerl_lab.cli.overrides import spell_for_hydra
     from qerl_lab.config.option import ConfigError
     from qerl_lab.system.terminal import quiet_third_parties
 
@@ -28,7 +27,7 @@ def main(words: list[str]) -> int:
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK
-    plan = make_plan([spell_for_hydra(word) for word in words], multirun=False)
+    plan = make_plan(words, multirun=False)
     if plan.multirun:
         raise ConfigError("the words make several runs, and a server serves one run. Type one value for each key.")
     cfg = plan.jobs[0].config

@@ -225,7 +225,7 @@ def test_a_model_given_by_its_path_is_labelled_by_it_and_not_by_the_option_of_it
 
 def test_a_commit_that_looks_like_a_number_stays_as_it_was_typed():
     words = ["scale=custom", "model.path=a/b", "model.revision=7e12345", "run_dir=1_0"]
-    config = only_job(*map(spell_for_hydra, words)).config
+    config = only_job(*words).config
     assert (config.model.revision, config.run_dir) == ("7e12345", "1_0")
 
 

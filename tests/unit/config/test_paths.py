@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256, with_absolute_paths
@@ -55,7 +54,7 @@ def test_the_file_of_an_sqlite_store_becomes_absolute(here: Path, given: str | N
 
 
 def plan(line: str, multirun: bool = False):
-    return make_plan([spell_for_hydra(word) for word in line.split()], multirun)
+    return make_plan(line.split(), multirun)
 
 
 def test_a_plan_has_them_as_the_run_will(here: Path) -> None:

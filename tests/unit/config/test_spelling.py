@@ -12,7 +12,6 @@ from hydra.core.override_parser.types import QuotedString
 
 from qerl_lab.cli import grammar, train
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.option import option
 from qerl_lab.config.spelling import quote_text, shell_override, spell_list
 
@@ -37,7 +36,7 @@ def pasted(line: str) -> list[str]:
 def test_a_text_is_read_as_it_was(text: str) -> None:
     """By the other commands, and as a text of a run."""
     assert grammar.parse_options(Options, pasted(shell_override("run_dir", text))).run_dir == text
-    (job,) = make_plan([spell_for_hydra(one) for one in pasted(shell_override("task.instruction", text))], False).jobs
+    (job,) = make_plan(pasted(shell_override("task.instruction", text)), False).jobs
     assert job.config.task.instruction == text
 
 

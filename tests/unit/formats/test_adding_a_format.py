@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from packed_layers import LAYER_NAMES, dense_twin, tiny_model, tokens
-from qerl_lab.cli import compose, train
+from qerl_lab.cli import compose
 from qerl_lab.config import conf_folder
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats import FORMATS
@@ -91,8 +91,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def composed(*words: str) -> RunConfig:
-    line = [train.spell_for_hydra(word) for word in (*words, "device=cpu", "lora.rank=4")]
-    return compose.make_plan(line, multirun=False).jobs[0].config
+    return compose.make_plan([*words, "device=cpu", "lora.rank=4"], multirun=False).jobs[0].config
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:

@@ -12,7 +12,6 @@ from transformers import AutoConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from packed_layers import tiny_model
-from qerl_lab.cli import train
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model import policy
@@ -188,7 +187,7 @@ def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, mod
     last = capsys.readouterr().out.splitlines()[-1]
     words = shlex.split(last.split("-m qerl_lab ")[1])
     assert "format.double_quant=false" in words
-    plan = make_plan([train.spell_for_hydra(word) for word in words], multirun=False)
+    plan = make_plan(words, multirun=False)
     loaded, _ = policy.load_base(plan.jobs[0].config, torch.device("cpu"))
     kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in loaded.named_modules()}
     assert (kinds["v_proj"], kinds["lm_head"], kinds["q_proj"]) == ("Linear", "Linear", "PackedLinear")

@@ -13,7 +13,6 @@ from trl import SFTTrainer
 
 from qerl_lab import tasks
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -207,5 +206,5 @@ def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: Warmup
 
 def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(options: WarmupOptions) -> None:
     said = training_words(replace(options, instruction="Think, then answer (briefly)."))
-    (job,) = make_plan([spell_for_hydra(word) for word in said if not word.startswith("model.path=")], False).jobs
+    (job,) = make_plan([word for word in said if not word.startswith("model.path=")], False).jobs
     assert job.config.task.instruction == "Think, then answer (briefly)."
