@@ -6,16 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qerl_lab.bench.bench_options import AnyOptions, RolloutOptions, Row, StepOptions, TrainStepOptions
+from qerl_lab.bench.job import check
+from qerl_lab.cli.grammar import Command, main_of
+from qerl_lab.config.option import ConfigError
+from qerl_lab.record.environment import environment
 from qerl_lab.system import exits
-
-with exits.starting(__name__):
-    from qerl_lab.bench.bench_options import AnyOptions, RolloutOptions, Row, StepOptions, TrainStepOptions
-    from qerl_lab.bench.job import check
-    from qerl_lab.cli.grammar import Command, main_of
-    from qerl_lab.config.option import ConfigError
-    from qerl_lab.record.environment import environment
-    from qerl_lab.system.disk import make_directory, replace_file
-    from qerl_lab.system.terminal import quiet_third_parties
+from qerl_lab.system.disk import make_directory, replace_file
+from qerl_lab.system.terminal import quiet_third_parties
 
 
 def measure(options: AnyOptions) -> None:

@@ -2,22 +2,19 @@
 
 from typing import Any
 
-from qerl_lab.system import exits
-
-with exits.starting(__name__):
-    from qerl_lab.cli.grammar import Command, main_of
-    from qerl_lab.config.option import ConfigError
-    from qerl_lab.config.schema import DENSE_FORMAT
-    from qerl_lab.evaluate.evaluate_options import (
-        AccuracyOptions,
-        CompareOptions,
-        EntropyOptions,
-        SigmaOptions,
-        check_accuracy,
-        check_model,
-        check_task,
-    )
-    from qerl_lab.system import terminal
+from qerl_lab.cli.grammar import Command, main_of
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import DENSE_FORMAT
+from qerl_lab.evaluate.evaluate_options import (
+    AccuracyOptions,
+    CompareOptions,
+    EntropyOptions,
+    SigmaOptions,
+    check_accuracy,
+    check_model,
+    check_task,
+)
+from qerl_lab.system import exits, terminal
 
 
 def accuracy(options: AccuracyOptions) -> None:

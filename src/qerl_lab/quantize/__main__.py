@@ -6,13 +6,10 @@ Options are checked before torch is imported.
 import os
 import sys
 
-from qerl_lab.system import exits
-
-with exits.starting(__name__):
-    from qerl_lab.cli.grammar import Command
-    from qerl_lab.cli.launch import CHILD_ENVIRONMENT
-    from qerl_lab.quantize.quantize_options import QuantizeOptions, check
-    from qerl_lab.system import terminal
+from qerl_lab.cli.grammar import Command
+from qerl_lab.cli.launch import CHILD_ENVIRONMENT
+from qerl_lab.quantize.quantize_options import QuantizeOptions, check
+from qerl_lab.system import exits, terminal
 
 
 def quantize(options: QuantizeOptions) -> None:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl_lab.cli.grammar import Command, run_subcommand
+from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.paths import CLAIMS
 from qerl_lab.system import exits
-
-with exits.starting(__name__):
-    from qerl_lab.cli.grammar import Command, run_subcommand
-    from qerl_lab.config.option import ConfigError, did_you_mean, option
-    from qerl_lab.config.paths import CLAIMS
-    from qerl_lab.system.disk import make_directory, replace_file
-    from qerl_lab.system.terminal import format_path
+from qerl_lab.system.disk import make_directory, replace_file
+from qerl_lab.system.terminal import format_path
 
 if TYPE_CHECKING:
     from qerl_lab.report.comparison import Comparison

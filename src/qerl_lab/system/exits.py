@@ -1,7 +1,7 @@
 """Exit codes, signals, and a lost console: how every command ends.
 
 After `| head`, a closed terminal or `>&-`, output is discarded and the work continues. Every command starts through
-`run`. Imports little, so that Ctrl-C during the remaining imports already prints a single line.
+`run`.
 """
 
 import atexit
@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, NoReturn, TextIO
 
@@ -28,21 +28,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full; the user's quota is use
 STOPS: list[int] = []  # signals that a sweep of this process received; a sweep may still end as done after a signal
 Main = Callable[[list[str]], int]  # command-line arguments -> exit code
 _left: list[int] = []  # the exit code that was passed to `leave`
-
-
-@contextmanager
-def starting(module: str) -> Iterator[None]:
-    """Context manager around the imports of a command: on Ctrl-C print one line and exit with code 130.
-
-    `module` is the `__name__` of the caller. Unless it is `__main__`, Ctrl-C raises KeyboardInterrupt as usual.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        if module != "__main__":
-            raise
-        say_now("interrupted")
-        os._exit(INTERRUPTED)
 
 
 def run(main: Main) -> None:

@@ -4,27 +4,24 @@ Writes a PEFT adapter or a merged model, with a model card, to OUT.partial, and 
 The words are checked before torch is imported.
 """
 
-from qerl_lab.system import exits
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-with exits.starting(__name__):
-    import json
-    import shutil
-    from dataclasses import asdict, dataclass
-    from pathlib import Path
-
-    from qerl_lab.cli.grammar import Command
-    from qerl_lab.config.option import ConfigError, option
-    from qerl_lab.config.out import Writes, check_free
-    from qerl_lab.config.paths import WEIGHTS, sha256
-    from qerl_lab.config.records import EXPORT
-    from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
-    from qerl_lab.config.spelling import resume_override
-    from qerl_lab.config.task import subset_in_words
-    from qerl_lab.model import gguf, on_disk
-    from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.record.environment import installed_versions
-    from qerl_lab.record.partial import JOURNAL, Unfinished
-    from qerl_lab.system import terminal
+from qerl_lab.cli.grammar import Command
+from qerl_lab.config.option import ConfigError, option
+from qerl_lab.config.out import Writes, check_free
+from qerl_lab.config.paths import WEIGHTS, sha256
+from qerl_lab.config.records import EXPORT
+from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
+from qerl_lab.config.spelling import resume_override
+from qerl_lab.config.task import subset_in_words
+from qerl_lab.model import gguf, on_disk
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import installed_versions
+from qerl_lab.record.partial import JOURNAL, Unfinished
+from qerl_lab.system import exits, terminal
 
 LINE = "python -m qerl_lab.tools.export"
 PACKAGES = ("qerl-lab", "torch", "transformers", "trl", "peft")

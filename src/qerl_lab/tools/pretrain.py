@@ -6,30 +6,27 @@ reinforcement learning can raise or lower this share. `recipe.json`, beside the 
 SHA-256 of every file.
 """
 
-from qerl_lab.system import exits
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-with exits.starting(__name__):
-    import itertools
-    import json
-    import math
-    import random
-    import time
-    from collections.abc import Iterator
-    from dataclasses import asdict, dataclass
-    from pathlib import Path
-    from typing import TYPE_CHECKING
-
-    from qerl_lab import tasks
-    from qerl_lab.cli.grammar import Command
-    from qerl_lab.config.option import ConfigError, option
-    from qerl_lab.config.paths import sha256
-    from qerl_lab.config.records import RECIPE
-    from qerl_lab.config.schema import TaskConfig
-    from qerl_lab.system import terminal
-    from qerl_lab.system.disk import make_directory
-    from qerl_lab.tasks import arithmetic
-    from qerl_lab.tasks.answers.completion import TAGS
-    from qerl_lab.tools.warmup import worked_example
+from qerl_lab import tasks
+from qerl_lab.cli.grammar import Command
+from qerl_lab.config.option import ConfigError, option
+from qerl_lab.config.paths import sha256
+from qerl_lab.config.records import RECIPE
+from qerl_lab.config.schema import TaskConfig
+from qerl_lab.system import exits, terminal
+from qerl_lab.system.disk import make_directory
+from qerl_lab.tasks import arithmetic
+from qerl_lab.tasks.answers.completion import TAGS
+from qerl_lab.tools.warmup import worked_example
 
 if TYPE_CHECKING:
     from torch import Tensor

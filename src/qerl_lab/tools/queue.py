@@ -28,36 +28,34 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pandas as pd
+
+from qerl_lab.cli.grammar import Command, main_of
+from qerl_lab.cli.launch import handle_stop_signals
+from qerl_lab.cli.scheduler import GpuPool
+from qerl_lab.config.message import in_one_line, with_noun
+from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.paths import WEIGHTS, sha256
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
-
-with exits.starting(__name__):
-    import pandas as pd
-
-    from qerl_lab.cli.grammar import Command, main_of
-    from qerl_lab.cli.launch import handle_stop_signals
-    from qerl_lab.cli.scheduler import GpuPool
-    from qerl_lab.config.message import in_one_line, with_noun
-    from qerl_lab.config.option import ConfigError, did_you_mean, option
-    from qerl_lab.config.paths import WEIGHTS, sha256
-    from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.system.disk import make_directory, replace_file
-    from qerl_lab.system.exits import FAILURE, OK, USAGE
-    from qerl_lab.system.terminal import columns, format_path
-    from qerl_lab.tools.queue_file import (
-        COLUMNS,
-        DONE,
-        FAILED,
-        PREREGISTRATION,
-        Part,
-        Planned,
-        Queue,
-        Row,
-        join_overrides,
-        missing_evaluations,
-        read,
-        split_words,
-        write_ledger,
-    )
+from qerl_lab.system.disk import make_directory, replace_file
+from qerl_lab.system.exits import FAILURE, OK, USAGE
+from qerl_lab.system.terminal import columns, format_path
+from qerl_lab.tools.queue_file import (
+    COLUMNS,
+    DONE,
+    FAILED,
+    PREREGISTRATION,
+    Part,
+    Planned,
+    Queue,
+    Row,
+    join_overrides,
+    missing_evaluations,
+    read,
+    split_words,
+    write_ledger,
+)
 
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger

@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl_lab.cli.grammar import Command
+from qerl_lab.config.option import ConfigError, option
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.line_files import Sample
 from qerl_lab.system import exits
-
-with exits.starting(__name__):
-    from qerl_lab.cli.grammar import Command
-    from qerl_lab.config.option import ConfigError, option
-    from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.record.line_files import Sample
 
 
 @dataclass

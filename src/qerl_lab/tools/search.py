@@ -5,26 +5,24 @@ command continues after a stop, first with the unfinished trial. A proposal depe
 earlier values, so the search is the same with and without a stop.
 """
 
+import importlib.util
+import math
+import shlex
+import statistics
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.grammar import HELP, Command
+from qerl_lab.config.keys import field_of_key
+from qerl_lab.config.option import ConfigError, option
+from qerl_lab.config.out import Writes
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
-
-with exits.starting(__name__):
-    import importlib.util
-    import math
-    import shlex
-    import statistics
-    from dataclasses import dataclass, fields
-    from functools import partial
-    from pathlib import Path
-    from typing import TYPE_CHECKING
-
-    from qerl_lab.cli.compose import make_plan
-    from qerl_lab.cli.grammar import HELP, Command
-    from qerl_lab.config.keys import field_of_key
-    from qerl_lab.config.option import ConfigError, option
-    from qerl_lab.config.out import Writes
-    from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.system.disk import make_directory
-    from qerl_lab.system.terminal import columns, format_path
+from qerl_lab.system.disk import make_directory
+from qerl_lab.system.terminal import columns, format_path
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -1,12 +1,10 @@
 """Print the command that starts a run's vLLM server: `python -m qerl_lab.tools.serve_line WORDS OF THE RUN`."""
 
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.grammar import HELP
+from qerl_lab.config.option import ConfigError
 from qerl_lab.system import exits
-
-with exits.starting(__name__):
-    from qerl_lab.cli.compose import make_plan
-    from qerl_lab.cli.grammar import HELP
-    from qerl_lab.config.option import ConfigError
-    from qerl_lab.system.terminal import quiet_third_parties
+from qerl_lab.system.terminal import quiet_third_parties
 
 USAGE = "python -m qerl_lab.tools.serve_line"
 MANUAL = f"""\

@@ -5,36 +5,33 @@ Operations are deterministic, so two GPUs of one kind with the same packages mak
 pooled.
 """
 
-from qerl_lab.system import exits
+import copy
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-with exits.starting(__name__):
-    import copy
-    import json
-    import math
-    import os
-    import sys
-    import time
-    from dataclasses import asdict, dataclass
-    from pathlib import Path
-    from typing import TYPE_CHECKING, Any
-
-    from qerl_lab import tasks
-    from qerl_lab.cli.grammar import Command
-    from qerl_lab.config.message import first_and_last, with_noun
-    from qerl_lab.config.model_hash import model_hash
-    from qerl_lab.config.option import ConfigError, option
-    from qerl_lab.config.out import Writes, check_apart, check_free
-    from qerl_lab.config.paths import sha256
-    from qerl_lab.config.records import WARMUP
-    from qerl_lab.config.redact import redact_and_join
-    from qerl_lab.config.schema import DEVICES, POCKET, TaskConfig
-    from qerl_lab.config.spelling import hydra_override, shell_line
-    from qerl_lab.model import on_disk
-    from qerl_lab.record.environment import installed_versions
-    from qerl_lab.record.partial import JOURNAL, Unfinished
-    from qerl_lab.system import terminal
-    from qerl_lab.tasks.answers.completion import without_answer_start
-    from qerl_lab.tasks.question_files import is_local, reword_path_error
+from qerl_lab import tasks
+from qerl_lab.cli.grammar import Command
+from qerl_lab.config.message import first_and_last, with_noun
+from qerl_lab.config.model_hash import model_hash
+from qerl_lab.config.option import ConfigError, option
+from qerl_lab.config.out import Writes, check_apart, check_free
+from qerl_lab.config.paths import sha256
+from qerl_lab.config.records import WARMUP
+from qerl_lab.config.redact import redact_and_join
+from qerl_lab.config.schema import DEVICES, POCKET, TaskConfig
+from qerl_lab.config.spelling import hydra_override, shell_line
+from qerl_lab.model import on_disk
+from qerl_lab.record.environment import installed_versions
+from qerl_lab.record.partial import JOURNAL, Unfinished
+from qerl_lab.system import exits, terminal
+from qerl_lab.tasks.answers.completion import without_answer_start
+from qerl_lab.tasks.question_files import is_local, reword_path_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -4,15 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qerl_lab.cli.grammar import Command, main_of
+from qerl_lab.config.option import option
+from qerl_lab.config.rules import check_store
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.metrics import metrics_table
 from qerl_lab.system import exits
-
-with exits.starting(__name__):
-    from qerl_lab.cli.grammar import Command, main_of
-    from qerl_lab.config.option import option
-    from qerl_lab.config.rules import check_store
-    from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.record.metrics import metrics_table
-    from qerl_lab.tracking.mlflow import prepare_mlflow, resync
+from qerl_lab.tracking.mlflow import prepare_mlflow, resync
 
 
 @dataclass
