@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./:@%+-]+", re.ASCII)  # what Hydra reads as it is, unless it is of another type
 _NUMBER = re.compile(r"[+-]?(?:[\d._]*\d[\d._]*(?:e[+-]?\d[\d_]*)?|inf|infinity|nan)", re.IGNORECASE)  # as Hydra reads
@@ -23,7 +25,9 @@ def quote_text(key: str, value: str) -> str:
 
 def spell_list(values: Sequence[str]) -> str:
     """Format texts as one list `[a,"b c"]` in Hydra's override grammar."""
-    parts = (value if value.isidentifier() and _is_read_as_text(value) else quoted(value, '"') for value in values)
+    parts = (
+        value if value.isidentifier() and _is_read_as_text(value) else quoted(value, Quote.double) for value in values
+    )
     return f"[{','.join(parts)}]"
 
 
@@ -59,13 +63,9 @@ def resume_override(path: str | Path) -> str:
     return f"resume={shlex.quote(str(path))}"
 
 
-def quoted(value: str, quote: str = "'") -> str:
-    """Put a text between two quotes for Hydra's override grammar; `quote` is ' or ".
-
-    Doubles the backslashes before a quote, because Hydra halves them.
-    """
-    escaped = re.sub(rf"(\\*)({quote}|\Z)", lambda found: found[1] * 2 + (f"\\{quote}" if found[2] else ""), value)
-    return f"{quote}{escaped}{quote}"
+def quoted(value: str, quote: Quote = Quote.single) -> str:
+    """Put a text between two quotes for Hydra's override grammar."""
+    return QuotedString(value, quote).with_quotes()
 
 
 def unquoted(value: str) -> str:

@@ -38,7 +38,7 @@ from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.fields import LIST, NUMBER, SWITCH, TEXT, TEXTS, WHOLES, check_fields, parse_number
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import CLAIMS
+from qerl_lab.config.paths import CLAIMS, file_hash
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file
@@ -158,7 +158,7 @@ class Queue:
     def preregistration_hash(self) -> str:
         """Return the first 12 hex digits of the SHA-256 of PREREGISTRATION.md; empty if the file is missing."""
         file = self.folder / PREREGISTRATION
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
+        return file_hash(file) if file.exists() else ""
 
     def of_another_preregistration(self) -> list[Row]:
         """Return the ledger rows of preregistered parts that were made under another version of PREREGISTRATION.md.
