@@ -37,7 +37,7 @@ EXAMPLES = (
 FLAGS = (
     "Flags (Hydra's): -m runs a sweep; --cfg job|hydra|all prints the configuration; --info prints how it",
     "was composed; --config-dir DIR adds options of your own to the groups; --hydra-help lists the rest.",
-    '--version prints the version. Tab completion in bash: eval "$(qerl-lab -sc install=bash)"',
+    "--version prints the version.",
     "Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.",
 )
 

@@ -41,8 +41,7 @@ from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.system.processes import refuse_several_processes
 from qerl_lab.system.terminal import format_path, python_command
 
-SCRIPT = "qerl-lab"  # the console script in pyproject.toml
-FLAGS = ("--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc")
+FLAGS = ("--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m")
 FLAGS_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-dir", "-cd")
 LAUNCHER = "lab"  # our launcher, in hydra_plugins
 HERE = ("basic", "joblib", "submitit_local")  # other launchers of Hydra that run jobs on this machine
@@ -140,7 +139,7 @@ def main(arguments: list[str]) -> int:
         print(manual.overview())
         return OK
     if "--version" in arguments:
-        print(f"{SCRIPT} {qerl_lab.__version__}")
+        print(f"qerl-lab {qerl_lab.__version__}")
         return OK
     flags, overrides = _split_flags_from_overrides(arguments)
     if {"--help", "-h"} & set(flags):
@@ -150,14 +149,6 @@ def main(arguments: list[str]) -> int:
     if "resume" in (given := overrides_by_key(overrides)):
         refuse_repeated_keys((word.lstrip("+").partition("=")[0], word) for word in overrides)
         return _resume(flags, given)
-    if {"--shell-completion", "-sc"} & set(flags):
-        if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
-            raise ConfigError(
-                f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"'
-            )
-        command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")  # the line that the shell completes
-        os.environ["COMP_LINE"] = " ".join([command, *map(spell_for_hydra, typed[:-1]), *typed[-1:]])
-        return _run_hydra([*flags, *overrides])
     overrides = [spell_for_hydra(word) for word in overrides]
     parse_overrides(overrides)
     with as_config_errors():

@@ -91,7 +91,6 @@ def refused(line: str, capsys) -> str:
         ("--config-path=x", ["--config-dir DIR"]),
         ("optim.learning_rate=0,001", ["optim.learning_rate=0,001 is several values, because a comma "]),
         ("--config-dir nowhere", ["/nowhere is no directory. Type --config-dir DIR"]),
-        ("-sc install=bash", ['Type: eval "$(qerl-lab -sc install=bash)"']),  # Hydra would install it for every python
         # sweeps: named by their job
         ("-m lora.rank=16,-1", ["job 1 (lora.rank=-1)", "at least 0"]),
         ("-m experiment=glob(zz*)", ["no job"]),
