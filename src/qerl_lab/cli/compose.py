@@ -3,7 +3,6 @@
 `plan_run` and `plan_sweep` take what Hydra composed (`@hydra.main` in `train.py`); `make_plan` composes by itself.
 """
 
-import itertools
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
+from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -229,15 +229,9 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(
         params + _typed_words(master.hydra.overrides.task)
     )
-    choices: dict[str, list[str]] = {}
-    for override in parsed:
-        key = override.get_key_element()
-        if override.is_sweep_override():
-            values = list(override.sweep_string_iterator())
-        else:
-            values = [override.get_value_element_as_str()]
-        choices[key] = [f"{key}={value}" for value in values]
-    jobs = [list(words) for words in itertools.product(*choices.values())]
+    basic_sweeper: Any = get_class(master.hydra.sweeper._target_)
+    jobs: list[list[str]]
+    (jobs,) = basic_sweeper.split_arguments(parsed, max_batch_size=None)
     if not jobs:
         raise ConfigError(
             "the sweep has no job, because one of its lists or globs is empty. Type at least one value for each key."
