@@ -40,11 +40,6 @@ def fill_mlflow(options: ResyncOptions) -> None:
         raise ConnectionError(f"not resynced. {error}") from error
 
 
-def print_table(options: TableOptions) -> None:
-    """Print the table of all metrics with units and meanings."""
-    print(metrics_table(), end="")
-
-
 COMMANDS: dict[str, Command[Any]] = {
     "resync": Command(
         "python -m qerl_lab.tracking resync RUN_DIR",
@@ -65,8 +60,7 @@ COMMANDS: dict[str, Command[Any]] = {
         "python -m qerl_lab.tracking table",
         "Print every metric with its unit and meaning, as docs/metrics.md has them.",
         TableOptions,
-        print_table,
-        examples=(),
+        lambda options: print(metrics_table(), end=""),
     ),
 }
 
