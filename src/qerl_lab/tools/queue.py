@@ -41,21 +41,8 @@ from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory, replace_file
 from qerl_lab.system.exits import FAILURE, OK, USAGE
 from qerl_lab.system.terminal import columns, format_path
-from qerl_lab.tools.queue_file import (
-    COLUMNS,
-    DONE,
-    FAILED,
-    PREREGISTRATION,
-    Part,
-    Planned,
-    Queue,
-    Row,
-    join_overrides,
-    missing_evaluations,
-    read,
-    split_words,
-    write_ledger,
-)
+from qerl_lab.tools import queue_file
+from qerl_lab.tools.queue_file import DONE, FAILED, PREREGISTRATION, Part, Planned, Queue, Row, split_words
 
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
@@ -104,7 +91,7 @@ def plan(options: PlanOptions) -> None:
 
     Also names the runs made under another version of PREREGISTRATION.md, and says why the next run does not fit.
     """
-    queue = read(Path(options.queue), split_words(options.words, f"words={options.words}"))
+    queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
     all_left = _chosen_runs(queue.left(), queue, options)
@@ -177,7 +164,8 @@ def run(options: RunOptions) -> None:
     the same machine continues it. Raises ConfigError if the main command refuses a run, or if a preregistered run comes
     before PREREGISTRATION.md is complete.
     """
-    queue, pack = read(Path(options.queue), split_words(options.words, f"words={options.words}")), Path(options.pack)
+    queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
+    pack = Path(options.pack)
     make_directory(pack, f"pack={pack}")
     waiting = _chosen_runs(queue.left(), queue, options)
     queue.refuse_unregistered(waiting)
@@ -245,7 +233,7 @@ class Machine:
         row = self._row(planned)
         if row is None or row["state"] != DONE or (self.queue.is_done(planned.key) and not self.queue.has(row)):
             return False
-        return missing_evaluations(row) > 0
+        return queue_file.missing_evaluations(row) > 0
 
     def is_whole(self, planned: Planned) -> bool:
         """Tell whether the run ended here, and only its collection is missing.
@@ -312,7 +300,7 @@ class Machine:
         words = [f"resume={run.path}"]
         if not run.is_claimed:
             words = [
-                *join_overrides(split_words(self.options.here, f"here={self.options.here}"), planned.words),
+                *queue_file.join_overrides(split_words(self.options.here, f"here={self.options.here}"), planned.words),
                 f"run_dir={run.path}",
             ]
         code = self._call(planned, ["-m", "qerl_lab", *words], visible)
@@ -400,7 +388,7 @@ def collect(options: CollectOptions) -> None:
     invalid or a pack is missing. Raises ValueError after all others are collected if a pack is damaged or is of a part
     that the queue lacks.
     """
-    queue, runs = read(Path(options.queue)), Path(options.runs)
+    queue, runs = queue_file.read(Path(options.queue)), Path(options.runs)
     make_directory(runs, f"runs={runs}")
     rows = {(row["run"], row["start"]): row for row in queue.rows}
     new = dict[str, list[Path]]()  # run -> folders of its results
@@ -428,7 +416,7 @@ def collect(options: CollectOptions) -> None:
             new[row["run"]] = folders
     for folder in dict.fromkeys(itertools.chain(*new.values())):
         _merge(folder, [runs / run for run in new if folder in new[run]])
-    write_ledger(queue.folder, list(rows.values()))
+    queue_file.write_ledger(queue.folder, list(rows.values()))
     print(f"{len(rows) - len(queue.rows)} new rows in {format_path(queue.folder)}/ledger.csv")
     if bad:
         raise ValueError(f"{with_noun(len(bad), 'pack')} left out, see above: {', '.join(map(str, bad))}")
@@ -444,7 +432,7 @@ def _read_pack(file: Path) -> tuple[bytes, Row]:
         names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
         found = packed.extractfile(names[0]) if len(names) == 1 else None
         row = json.load(found) if found else {}
-    if row.keys() != {*COLUMNS} or names != [f"{row['run']}/{ROW}"]:
+    if row.keys() != {*queue_file.COLUMNS} or names != [f"{row['run']}/{ROW}"]:
         raise ConfigError(f"it is no packed record, for it has no {ROW} of its run. Type a file that `run` packed.")
     return data, row
 
@@ -462,7 +450,7 @@ def _reason_to_leave(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
 
     def worth(row: Row) -> tuple[bool, int]:
         """Return the rank of a pack among those of one attempt: a done run counts most, then more evaluations."""
-        return row["state"] == DONE, -missing_evaluations(row)
+        return row["state"] == DONE, -queue_file.missing_evaluations(row)
 
     known = rows.get((row["run"], row["start"]))
     if known and worth(row) <= worth(known):
