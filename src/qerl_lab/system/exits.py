@@ -16,6 +16,8 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any, NoReturn, TextIO
 
+from qerl_lab.config.message import in_one_line
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 
 OK = 0  # done
@@ -73,9 +75,6 @@ def command(main: Main) -> Main:
             say_now("; ".join(["interrupted", *map(str, interrupt.args)]))
             return INTERRUPTED
         except (ValueError, OSError) as error:
-            from qerl_lab.config.message import in_one_line
-            from qerl_lab.config.option import ConfigError
-
             is_usage = isinstance(error, ConfigError)
             text = str(error) if is_usage else in_one_line(error) or type(error).__name__
             print(f"error: {redact(text)}", file=sys.stderr)
