@@ -5,7 +5,6 @@ in that directory, so every machine must see the directory at the same path. A t
 resumes its run.
 """
 
-import importlib.util
 import logging
 import os
 import re
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_lab.cli.launch import SweepJob
 from qerl_lab.config.message import in_one_line
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, require_package
 from qerl_lab.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -41,11 +40,8 @@ def check_can_submit(cfg: RunConfig) -> None:
     slurm needs the package submitit and the programs sbatch and srun; ray needs the package ray.
     """
     package = {"slurm": "submitit", "ray": "ray"}[cfg.launcher]
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"launcher={cfg.launcher} needs the package {package}, which is not installed. "
-            f"Type pip install 'qerl-lab[{cfg.launcher}]', or launcher=local."
-        )
+    install = f"pip install 'qerl-lab[{cfg.launcher}]', or launcher=local"
+    require_package(f"launcher={cfg.launcher}", package, install)
     if cfg.launcher == "slurm" and (shutil.which("sbatch") is None or shutil.which("srun") is None):
         raise ConfigError(
             "launcher=slurm needs sbatch and srun, and this machine lacks one. Type the command on a login node."

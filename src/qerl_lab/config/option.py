@@ -1,9 +1,10 @@
 """Declare keys of the schema with default, bounds and meaning, and check values against the bounds.
 
-Also defines ConfigError and the JSON parser that all of the lab uses.
+Also defines ConfigError, the JSON parser that all of the lab uses, and the refusal for want of a package.
 """
 
 import difflib
+import importlib.util
 import json
 import math
 from dataclasses import field
@@ -22,6 +23,15 @@ def parse_json(text: bytes | str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def require_package(asked: str, package: str, remedy: str) -> None:
+    """Raise ConfigError if `package` is not installed.
+
+    For the message: `asked` is what needs the package, such as a setting (`key=value`), `remedy` what to type instead.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")
 
 
 def option(

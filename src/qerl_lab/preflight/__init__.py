@@ -3,7 +3,6 @@
 If a limit is an estimate, the error names the override that lifts it (`device=cpu`).
 """
 
-import importlib.util
 import math
 import os
 import re
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from qerl_lab.config.arm import values_of
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, require_package
 from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
@@ -63,10 +62,10 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
         if values[key] == value and not has_gpu:
             raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
         if values[key] == value:
-            _require_package(f"{key}={value}", package, remedy)
+            require_package(f"{key}={value}", package, remedy)
     check_engine(cfg)
     if cfg.tracking.wandb:
-        _require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
+        require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
     _check_disk(cfg, folder, run_dir)
 
 
@@ -94,19 +93,10 @@ def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
         )
 
 
-def _require_package(asked: str, package: str, remedy: str) -> None:
-    """Raise ConfigError if `package` is not installed.
-
-    For the message: `asked` is the setting (`key=value`) that needs the package, `remedy` what to type instead.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")
-
-
 def check_engine(cfg: RunConfig) -> None:
     """Raise ConfigError if this machine lacks the package or the GPU that the run's rollout engine needs."""
     if cfg.rollout.engine == "vllm":
-        _require_package("rollout.engine=vllm", "vllm", "pip install 'qerl-lab[vllm]', or rollout=transformers")
+        require_package("rollout.engine=vllm", "vllm", "pip install 'qerl-lab[vllm]', or rollout=transformers")
     if not machine.has_gpu():
         check_engine_on_cpu(cfg, "this machine shows none")
 

@@ -5,7 +5,6 @@ command continues after a stop, first with the unfinished trial. A proposal depe
 earlier values, so the search is the same with and without a stop.
 """
 
-import importlib.util
 import math
 import shlex
 import statistics
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP, Command
 from qerl_lab.config.keys import field_of_key
-from qerl_lab.config.option import ConfigError, option
+from qerl_lab.config.option import ConfigError, option, require_package
 from qerl_lab.config.out import Writes
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
@@ -113,10 +112,7 @@ def search(options: SearchOptions, words: list[str]) -> None:
     ValueError if every trial failed; KeyboardInterrupt after a stop.
     """
     shared, ranges = read_space(words, options)
-    if importlib.util.find_spec("optuna") is None:
-        raise ConfigError(
-            "a search needs the package optuna, which is not installed. Type pip install 'qerl-lab[search]'."
-        )
+    require_package("a search", "optuna", "pip install 'qerl-lab[search]'")
     make_directory(options.folder, f"out={options.out}")
     import optuna
     from optuna.storages.journal import JournalFileBackend, JournalStorage

@@ -1,5 +1,6 @@
 """Slurm's flags as they are typed for a sweep, and what is refused before anything is submitted."""
 
+import importlib.util
 import pickle
 import signal
 import sys
@@ -83,7 +84,7 @@ def test_a_job_asks_ray_for_the_part_of_a_gpu_that_it_counts_on(
 
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name == "submitit" or None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "submitit" or None)
     with pytest.raises(ConfigError, match="needs sbatch and srun, and this machine lacks one"):
         cluster.check_can_submit(RunConfig(launcher="slurm"))
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
