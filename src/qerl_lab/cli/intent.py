@@ -41,7 +41,7 @@ class Variant(NamedTuple):
     @property
     def deciding_keys(self) -> list[str]:
         """Return the keys that the conditions are on."""
-        return [parse_condition(condition).key for condition in self.conditions]
+        return [parse_condition(condition)[0] for condition in self.conditions]
 
     def has_key(self, key: str) -> bool:
         """Tell whether this row lists the dotted key, or a section that holds it."""

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass
+from dataclasses import Field
 from typing import Any, get_args, get_origin
 
 from qerl_lab.config.arm import leaves
@@ -154,27 +154,21 @@ def _strip_optional(kind: Any) -> Any:
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
-@dataclass(frozen=True)
-class Condition:
-    """A condition on a key: it has one of `values` (as text), or with `excludes` none of them."""
+def parse_condition(text: str) -> tuple[str, list[str], bool]:
+    """Parse `KEY=A|B` (the key has one of these values) or `KEY!=A|B` (it has none of these).
 
-    key: str
-    values: tuple[str, ...]
-    excludes: bool
-
-
-def parse_condition(text: str) -> Condition:
-    """Parse `KEY=A|B` (the key has one of these values) or `KEY!=A|B` (it has none of these)."""
+    Returns key, values as text, and whether they are excluded.
+    """
     key, _, listed = text.partition("=")
-    return Condition(key.removesuffix("!"), tuple(listed.split("|")), key.endswith("!"))
+    return key.removesuffix("!"), listed.split("|"), key.endswith("!")
 
 
 def is_met(condition: str, values: Mapping[str, Any]) -> bool:
     """Tell whether a condition (see `parse_condition`) holds. `values` maps every dotted key to its value."""
-    parsed = parse_condition(condition)
-    value = values[parsed.key]
+    key, listed, is_excluded = parse_condition(condition)
+    value = values[key]
     text = f"{value:g}" if isinstance(value, float) else spell_value(value)
-    return (text in parsed.values) != parsed.excludes
+    return (text in listed) != is_excluded
 
 
 def has_type(value: Any, kind: Any) -> bool:

@@ -152,11 +152,11 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]
     for needs in rows:
         if not is_met(needs.given, values) or is_met(needs.allowed, values):
             continue
-        key, allowed = parse_condition(needs.given).key, parse_condition(needs.allowed)
-        but = "anything but " if allowed.excludes else ""
+        (key, _, _), (other, allowed, is_excluded) = parse_condition(needs.given), parse_condition(needs.allowed)
+        but = "anything but " if is_excluded else ""
         yield (
-            f"{key}={spell_value(values[key])} with {allowed.key}={spell_value(values[allowed.key])} is not allowed, "
-            f"because {needs.why}; allowed with it: {but}{', '.join(allowed.values)}. Type {needs.remedy}."
+            f"{key}={spell_value(values[key])} with {other}={spell_value(values[other])} is not allowed, "
+            f"because {needs.why}; allowed with it: {but}{', '.join(allowed)}. Type {needs.remedy}."
         )
 
 

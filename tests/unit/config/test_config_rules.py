@@ -1,7 +1,6 @@
 """Every rule across keys: what it refuses, what the message says, and what it lets through."""
 
 import itertools
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -99,7 +98,7 @@ def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, giv
 
 def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exist() -> None:
     for condition in itertools.chain.from_iterable((needs.given, needs.allowed) for needs in NEEDS):
-        key, values, _ = astuple(parse_condition(condition))
+        key, values, _ = parse_condition(condition)
         for text in values:
             value = text if TYPES[key] is str else yaml.safe_load(text)
             check_type(key, FIELDS[key], value)
