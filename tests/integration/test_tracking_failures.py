@@ -40,9 +40,9 @@ def test_no_mlflow_at_the_start_is_said_once_and_filled_later(
     assert slowest_log(tracker, range(1, 20)) < 1
     log(tracker, range(20, 25))
     tracker.finish("FINISHED")
-    assert tracker.mirror
-    assert (tracker.mirror.uri, tracker.mirror.experiment_id) == (refused.replace("me:secret", "***"), None)
-    assert not tracker.mirror.is_whole
+    mirror = RunDirectory(run_dir).mirror()
+    assert (mirror["uri"], mirror.get("experiment_id")) == (refused.replace("me:secret", "***"), None)
+    assert tracker.is_mirrored is False
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
@@ -96,8 +96,7 @@ def test_after_a_hiccup_of_the_server_the_mirror_is_whole_again_and_after_its_de
         wait_for(lambda: mirrored(db) == recorded(run_dir))
     tracker.finish("FINISHED")
     is_down.clear()
-    assert tracker.mirror
-    assert tracker.mirror.is_whole == comes_back
+    assert tracker.is_mirrored is comes_back
     away, *back = capfd.readouterr().err.splitlines()
     assert "failed (MlflowException: 503)" in away
     assert ["is back" in line for line in back] == [True] * comes_back

@@ -60,10 +60,10 @@ def test_a_store_is_where_its_run_was_typed(
     (typed_in := tmp_path / "a#b").mkdir()
     shutil.copy(empty_db, typed_in)
     monkeypatch.chdir(typed_in)
-    tracker = track(run_dir, None, range(1, 3))
+    track(run_dir, None, range(1, 3))
     assert {path.name for path in typed_in.iterdir()} == {"mlflow.db", "mlruns"}
     assert {path.name for path in tmp_path.iterdir()} == {"run", "a#b"}
-    printed = tracker.mirror.uri
+    printed = RunDirectory(run_dir).mirror()["uri"]
     assert printed == sqlite_uri(typed_in / "mlflow.db")
     assert "found run" in resync(RunDirectory(run_dir), printed)
     assert points(printed, RunDirectory(run_dir).mirror()["run_id"]) == recorded(run_dir)

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "tracking": "config record", "model": "config system formats", "preflight": "config system model tasks",
     # what is done with it
     "rollout": "config system model aqn formats",
-    "report": "config system record tracking",
+    "report": "config system record",
     "evaluate": "config system model rollout tasks aqn formats record report preflight",
     "quantize": "config system formats model record report tasks evaluate",
     "train": "config system record tracking formats model aqn tasks rollout algorithms evaluate report preflight",

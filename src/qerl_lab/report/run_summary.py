@@ -7,9 +7,9 @@ from typing import Any
 from qerl_lab.config.message import first_and_last
 from qerl_lab.config.redact import HIDDEN
 from qerl_lab.config.spelling import shell_override
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import format_interval
 from qerl_lab.system import terminal
-from qerl_lab.tracking.tracker import Mirrored
 
 
 def closing(result: dict[str, Any]) -> str:
@@ -46,24 +46,26 @@ def closing(result: dict[str, Any]) -> str:
     return terminal.aligned(rows)
 
 
-def where(run_dir: Path, mirror: Mirrored | None) -> str:
+def where(run_dir: Path, is_mirrored: bool | None) -> str:
     """Format where the record of a run is, how to open the run in MLflow, and how to fill in what MLflow lacks.
 
-    `mirror` is None for a run without MLflow.
+    `is_mirrored` tells whether MLflow has the whole record; None for a run without MLflow.
     """
     trained = "model" if (run_dir / "model").is_dir() else "adapter"
     path, python = terminal.format_path(run_dir), terminal.python_command()
     lines = [f"run directory: {path}  (curves.png, metrics.jsonl, eval.parquet, {trained}/)"]
-    if mirror and mirror.experiment_id:
-        page = f"#/experiments/{mirror.experiment_id}/runs"
-        if mirror.uri.startswith(("http://", "https://")):
-            lines.append(f"open MLflow:   {mirror.uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}")
+    noted = {} if is_mirrored is None else RunDirectory(run_dir).mirror()
+    uri = str(noted.get("uri"))
+    if noted.get("experiment_id"):
+        page = f"#/experiments/{noted['experiment_id']}/runs"
+        if uri.startswith(("http://", "https://")):
+            lines.append(f"open MLflow:   {uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}")
         else:
-            store = '"$MLFLOW_TRACKING_URI"' if HIDDEN in mirror.uri else shlex.quote(mirror.uri)
+            store = '"$MLFLOW_TRACKING_URI"' if HIDDEN in uri else shlex.quote(uri)
             lines.append(f"open MLflow:   {python} -m mlflow ui --backend-store-uri {store}")
             lines.append(f"  then:        http://127.0.0.1:5000/{page}")
-    if mirror and not mirror.is_whole:
-        lines.append(f"MLflow at {mirror.uri} lacks a part of this run; metrics.jsonl has all. To fill it:")
+    if is_mirrored is False:
+        lines.append(f"MLflow at {uri} lacks a part of this run; metrics.jsonl has all. To fill it:")
         lines.append(f"  {python} -m qerl_lab.tracking resync {shlex.quote(path)}")
     return "\n".join(lines)
 

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 from qerl_lab.config.message import first_line
@@ -80,15 +79,6 @@ class Follower:
             print(redact(f"qerl-lab: {self._name()} {what}; training goes on and {self._remedy}"), file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class Mirrored:
-    """The run's MLflow store (`uri` without a password) and experiment, and whether MLflow has the whole record."""
-
-    uri: str
-    experiment_id: str | None
-    is_whole: bool
-
-
 class Tracker:
     """Append a run's metrics to metrics.jsonl, and mirror the record to the stores that `cfg.tracking` turns on.
 
@@ -127,12 +117,9 @@ class Tracker:
             self.finish("FAILED")
 
     @property
-    def mirror(self) -> Mirrored | None:
-        """Where MLflow mirrors the run; None if `tracking.mlflow` is off."""
-        if self._mlflow is None:
-            return None
-        noted = self._directory.mirror()
-        return Mirrored(str(noted.get("uri")), noted.get("experiment_id"), self._mlflow.is_whole)
+    def is_mirrored(self) -> bool | None:
+        """Whether MLflow has the whole record; None if `tracking.mlflow` is off."""
+        return self._mlflow.is_whole if self._mlflow else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a step's metrics, by name, to metrics.jsonl. Raises ValueError for a name that is not declared."""

@@ -17,7 +17,6 @@ from qerl_lab.system import terminal
 from qerl_lab.tools.export import COMMAND as export_command
 from qerl_lab.tools.export import ExportOptions
 from qerl_lab.tools.samples import COMMAND as sample_command
-from qerl_lab.tracking.tracker import Mirrored
 from run_directories import make_run, metrics_of
 
 # --- a run directory
@@ -134,10 +133,17 @@ def test_curves_have_a_panel_for_what_was_recorded(tmp_path: Path, monkeypatch: 
 # --- the terminal
 
 
+def mirrored(run_dir: Path, **noted: str) -> Path:
+    """A run's directory whose mlflow.json has these values."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    RunDirectory(run_dir).note_mirror(**noted)
+    return run_dir
+
+
 def test_paths_are_shown_as_they_can_be_typed(here: Path) -> None:
     assert terminal.format_path(here / "runs" / "x") == "runs/x"
     assert terminal.format_path(here.parent / "y") == str(here.parent / "y")
-    text = run_summary.where(here / "runs" / "x", Mirrored("sqlite:////tmp/a b.db", "7", True))
+    text = run_summary.where(mirrored(here / "runs" / "x", uri="sqlite:////tmp/a b.db", experiment_id="7"), True)
     assert "run directory: runs/x " in text
     assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text
     assert text.endswith(" http://127.0.0.1:5000/#/experiments/7/runs")
@@ -155,15 +161,14 @@ def test_the_next_commands_name_the_run(here: Path) -> None:
 
 
 def test_a_server_is_opened_at_its_own_address(tmp_path: Path) -> None:
-    text = run_summary.where(tmp_path, Mirrored("https://***@host/ml/", "7", True))
+    text = run_summary.where(mirrored(tmp_path, uri="https://***@host/ml/", experiment_id="7"), True)
     assert text.endswith("open MLflow:   https://host/ml/#/experiments/7/runs")
-    assert '--backend-store-uri "$MLFLOW_TRACKING_URI"\n' in run_summary.where(
-        tmp_path, Mirrored("postgresql://***@host/db", "7", True)
-    )
+    text = run_summary.where(mirrored(tmp_path, uri="postgresql://***@host/db"), True)
+    assert '--backend-store-uri "$MLFLOW_TRACKING_URI"\n' in text
 
 
 def test_what_mlflow_lacks_is_said_with_the_command_that_fills_it(here: Path) -> None:
-    text = run_summary.where(here / "run", Mirrored("http://host", None, False))
+    text = run_summary.where(mirrored(here / "run", uri="http://host"), False)
     assert "MLflow at http://host lacks a part of this run" in text
     assert text.endswith("-m qerl_lab.tracking resync run")
     assert "open MLflow" not in text

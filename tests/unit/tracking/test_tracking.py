@@ -21,7 +21,7 @@ from qerl_lab.record.resolved import write_config
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
-from qerl_lab.tracking.tracker import Mirrored, Tracker
+from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train.__main__ import needs_no_traceback
 
 
@@ -173,7 +173,8 @@ def test_a_resumed_run_without_its_password_trains_and_says_what_to_type(
     (line,) = capsys.readouterr().err.splitlines()
     assert "Type MLFLOW_TRACKING_URI=URL" in line
     assert f"tracking resync {tmp_path}" in line
-    assert tracker.mirror == Mirrored("http://***@host:5000", None, False)
+    assert tracker.is_mirrored is False
+    assert RunDirectory(tmp_path).mirror()["uri"] == "http://***@host:5000"
 
 
 def test_run_names_tell_configurations_apart() -> None:
@@ -286,7 +287,7 @@ def test_a_run_and_its_resumption_are_one_run_without_a_step_twice(client: Clien
     assert set(run.files) == {"resolved.yaml", "metrics.jsonl"}
     assert client.asked["mode"] == "offline"
     assert client.asked["config"]["lora.rank"] == "32"
-    assert tracker.mirror is None
+    assert tracker.is_mirrored is None
 
 
 def test_without_the_package_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
