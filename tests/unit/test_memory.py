@@ -19,11 +19,12 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return memory.MOUNT
 
 
-def group(folder: Path, files: memory._Files, limit: str, used: int, cache: int) -> None:
+def group(folder: Path, files: tuple[str, str, str], limit: str, used: int, cache: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / files.limit).write_text(f"{limit}\n")
-    (folder / files.usage).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"{files.cache}_old 1\n{files.cache} {cache}\n")
+    of_limit, of_usage, entry = files
+    (folder / of_limit).write_text(f"{limit}\n")
+    (folder / of_usage).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"{entry}_old 1\n{entry} {cache}\n")
 
 
 def test_without_groups_it_is_what_the_machine_has(mount: Path) -> None:
@@ -38,7 +39,7 @@ def test_without_groups_it_is_what_the_machine_has(mount: Path) -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("place", ["pod/job", "pod", "."])  # its own, the one above, or the one that a container sees
 def test_a_group_leaves_its_limit_less_what_is_used_but_for_the_page_cache(
-    line: str, root: str, files: memory._Files, place: str, mount: Path
+    line: str, root: str, files: tuple[str, str, str], place: str, mount: Path
 ) -> None:
     memory.OWN_GROUPS.write_text(f"9:name=systemd:/\n2:cpuset:/pod\n{line}\n")
     group(mount / root / place, files, str(8 * GIB), 5 * GIB, 2 * GIB)
@@ -50,7 +51,7 @@ def test_a_group_leaves_its_limit_less_what_is_used_but_for_the_page_cache(
     (memory.V2, "0::/", "max"), (memory.V1, "4:memory:/", "9223372036854771712"),
 ])  # fmt: skip
 def test_a_group_without_a_limit_takes_nothing_away(
-    files: memory._Files, line: str, unlimited: str, mount: Path
+    files: tuple[str, str, str], line: str, unlimited: str, mount: Path
 ) -> None:
     memory.OWN_GROUPS.write_text(line)
     group(mount / ("memory" if files is memory.V1 else ""), files, unlimited, GIB, 0)

@@ -6,21 +6,11 @@ Linux only: elsewhere the memory is unknown.
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 INFO, OWN_GROUPS, MOUNT = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-
-
-class _Files(NamedTuple):
-    """Names of a control group's files, and the entry of its file memory.stat for page cache that can be dropped."""
-
-    limit: str
-    usage: str
-    cache: str
-
-
-V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = _Files("memory.max", "memory.current", "inactive_file")
+# Files with the limit and the usage of a control group; the entry of memory.stat for page cache that can be dropped.
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def size_bytes() -> int | None:
@@ -60,14 +50,14 @@ def _limits() -> Iterator[tuple[int, int]]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        files, root = (V1, MOUNT / "memory") if controllers else (V2, MOUNT)
+        (of_limit, of_usage, entry), root = (V1, MOUNT / "memory") if controllers else (V2, MOUNT)
         groups = Path(path.lstrip("/"))
         # A container may see its own group alone, mounted as the root, under the path that the host knows.
         for folder in {root, *(root / one for one in (groups, *groups.parents) if ".." not in one.parts)}:
-            limit = (folder / files.limit).read_text().strip() if (folder / files.limit).is_file() else "max"
+            limit = (folder / of_limit).read_text().strip() if (folder / of_limit).is_file() else "max"
             if not limit.isdigit():
                 continue
-            usage, stat = folder / files.usage, folder / "memory.stat"
+            usage, stat = folder / of_usage, folder / "memory.stat"
             used = int(usage.read_text()) if usage.is_file() else 0
-            cache = re.search(rf"^{files.cache} (\d+)$", stat.read_text() if stat.is_file() else "", re.MULTILINE)
+            cache = re.search(rf"^{entry} (\d+)$", stat.read_text() if stat.is_file() else "", re.MULTILINE)
             yield int(limit), used - (int(cache[1]) if cache else 0)
