@@ -14,7 +14,7 @@ from qerl_lab.cli import launch
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, require_package
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import ASSETS
@@ -338,3 +338,11 @@ def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypat
     preflight.check_engine(tiny(rollout__engine="vllm_server", format__name="nvfp4"))
     with pytest.raises(ConfigError, match=r"^rollout\.engine=vllm "):
         preflight.check_engine(tiny(rollout__engine="vllm", format__name="nvfp4"))
+
+
+def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B leaves a folder `wandb` where it ran, and Python would import it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "folder_like_wandb").mkdir()
+    with pytest.raises(ConfigError, match="needs the package folder_like_wandb, which is not installed"):
+        require_package("a=b", "folder_like_wandb", "this")

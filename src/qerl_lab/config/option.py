@@ -30,7 +30,8 @@ def require_package(asked: str, package: str, remedy: str) -> None:
 
     For the message: `asked` is what needs the package, such as a setting (`key=value`), `remedy` what to type instead.
     """
-    if importlib.util.find_spec(package) is None:
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:  # no origin: a folder of that name, such as wandb leaves behind
         raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")
 
 

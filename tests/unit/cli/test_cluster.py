@@ -84,7 +84,8 @@ def test_a_job_asks_ray_for_the_part_of_a_gpu_that_it_counts_on(
 
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "submitit" or None)
+    submitit = SimpleNamespace(origin="submitit/__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: submitit if name == "submitit" else None)
     with pytest.raises(ConfigError, match="needs sbatch and srun, and this machine lacks one"):
         cluster.check_can_submit(RunConfig(launcher="slurm"))
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
