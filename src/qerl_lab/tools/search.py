@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP, Command
 from qerl_lab.config.keys import field_of_key
-from qerl_lab.config.option import ConfigError, option, require_package
+from qerl_lab.config.option import ConfigError, check_bounds, option, require_package
 from qerl_lab.config.out import Writes
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
@@ -74,13 +74,16 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
         if (ends := _read_range(value)) is None:
             shared.append(word)
             continue
-        if field_of_key(key).type not in (float, float | None):
+        field = field_of_key(key)
+        if field.type not in (float, float | None):
             raise ConfigError(
                 f"{word}: a search proposes fractions, and {key} takes none. "
                 f"Type python -m qerl_lab -m {key}=A,B,C to compare some values."
             )
         if not 0 < ends[0] < ends[1] < math.inf:
             raise ConfigError(f"{word} is not allowed; allowed: 0 < LOW < HIGH. Type for example {key}=1e-4..1e-2.")
+        for end in ends:
+            check_bounds(key, field.metadata, end)
         ranges[key] = ends
         lowest.append(f"{key}={ends[0]:.3g}")
     if not ranges:
@@ -93,6 +96,10 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
             f"the words make {len(jobs)} runs for {len(options.seeds)} seeds; a search takes one arm. "
             "Type one value for each key, and one search for each arm."
         )
+    if any(job.config.dry_run for job in jobs):
+        raise ConfigError("dry_run=true starts no run, and a search needs their results. Leave dry_run out.")
+    if options.objective == "accuracy" and not all(job.config.eval.questions for job in jobs):
+        raise ConfigError("objective=accuracy needs held-out questions. Type for example eval.questions=256.")
     return shared, ranges
 
 

@@ -157,11 +157,20 @@ def test_refused_words_may_be_corrected(tmp_path: Path) -> None:
         search(tmp_path, lambda words: 2, trials=5)
 
 
+def test_a_search_for_accuracy_needs_questions() -> None:
+    words = ["eval.questions=0", "optim.learning_rate=1e-4..1e-2"]
+    with pytest.raises(ConfigError, match=r"Type for example eval\.questions=256"):
+        read_space(words, SearchOptions(objective="accuracy"))
+    read_space(words[1:], SearchOptions(objective="accuracy"))
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["steps=3"], "no word has a range"),
     (["seed=1", *RANGES], "seed is given 2 times"),
     (["optim.learning_rate=1e-2..1e-4"], "is not allowed; allowed: 0 < LOW < HIGH"),
     (["aqn.sigma_start=0..1"], "is not allowed; allowed: 0 < LOW < HIGH"),
+    (["optim.learning_rate=0.1..2"], "optim.learning_rate=2.0 is not allowed; allowed: at most 1"),  # in a later trial
+    (["dry_run=true", "optim.learning_rate=1e-4..1e-2"], "Leave dry_run out"),
     (["optim.name=1..2"], "optim.name takes none"),
     (["optim.rate=1..2"], "optim.rate is not a known key"),
     (["lora.rank=16..64"], "lora.rank takes none"),
