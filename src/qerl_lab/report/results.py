@@ -163,14 +163,16 @@ def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
     is_damaged = tables[RUNS]["experiment"].isna()
     runs = []
     for row in tables[RUNS][~is_damaged].to_dict("records"):
-        row = dict.fromkeys(ORIGIN, "") | row  # older files lack some columns
-        settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
+        row = dict.fromkeys(ORIGIN, "") | {
+            key: value for key, value in row.items() if not pd.isna(value)
+        }  # older files
+        settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS}
         run = run_from(
             json.loads(row["settings"]) | settings | {key: row[key] for key in ("experiment", "seed", "differs_in")},
             name=row["run"], status=row["state"], ended=row["ended"], code=row["code"], metrics=[],
             origin=Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])}),
         )  # fmt: skip
-        if run.name in steps and run.is_finished:
+        if "arm" in row:  # the run counts
             run = run.measured(steps[run.name], phases.get(run.name, {}), row["seconds"])
         runs.append(run)
     return runs, dict(tables[RUNS][is_damaged].set_index("run")["state"])
