@@ -155,8 +155,8 @@ METRICS: dict[str, Metric] = {
     "seconds/rollout": Metric("s", "wall time of generation; of a step sampled ahead the wait for its batch"),
     "seconds/resample": Metric(
         "s",
-        "part of seconds/rollout, unless the step was sampled ahead: generation in the extra rollouts of dynamic "
-        "sampling, in the slowest process",
+        "generation in the extra rollouts of dynamic sampling, in the slowest process; part of seconds/rollout with "
+        "gpus=1, unless the step was sampled ahead",
     ),
     "seconds/reward": Metric("s", "wall time of decoding and grading the completions; 0 for a step sampled ahead"),
     "seconds/train": Metric("s", "the rest of step/seconds: log-probs, loss, backward and optimizer"),
@@ -176,7 +176,8 @@ METRICS: dict[str, Metric] = {
     "noise/std_observed": Metric(
         "1",
         "standard deviation of the engine's norm weights minus the clean ones, with aqn.relative each divided by its "
-        "norm's root mean square; within 5% of noise/sigma where that is 1e-4 or more, since norms are float32",
+        "norm's root mean square; near noise/sigma where that is 1e-4 or more, since norms are float32: of n weights "
+        "it differs by about noise/sigma / sqrt(2n), which is 2.3% for the embedded policy",
     ),
     "noise/kl_target": Metric("nats", "target KL per token of the schedule, with aqn.unit=kl"),
     "noise/kl_solved": Metric(
