@@ -64,6 +64,7 @@ VARIANTS = (
     Variant("aqn.adaptive.", "aqn.schedule=adaptive", "aqn=adaptive", "+experiment=nvfp4_aqn_adaptive"),
     *(Variant(f"task.{name}.", f"task.name={name}", f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
+    Variant("task.format_reward_for", "task.format_reward!=0", "task.format_reward=0.2"),
     Variant("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
     *(Variant(key, f"rollout.engine={'|'.join(engines)}", f"rollout={engines[0]}")
       for key, engines in ENGINE_KEYS.items()),

@@ -6,13 +6,11 @@ An option is described by the first comment line of its YAML file, a key by its 
 import shlex
 from pathlib import Path
 
-import yaml
-
 from qerl_lab.cli.compose import Job, Plan, make_plan
 from qerl_lab.cli.grammar import format_entry, format_key_entry
 from qerl_lab.cli.overrides import GROUPS
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
+from qerl_lab.config.conf_folder import choices_of, default_option_by_group, group_folder
 from qerl_lab.config.message import first_and_last, some_of, with_noun
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.record.directory import RunDirectory
@@ -84,13 +82,6 @@ def _format_options(group: str, default: str | None = None) -> list[str]:
     for name in names:
         lines += format_entry(name + ("*" if name == default else ""), describe_option(folder / f"{name}.yaml"), width)
     return lines
-
-
-def default_option_by_group() -> dict[str, str]:
-    """Map each group in the defaults list of conf/config.yaml to its option there."""
-    entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    # the other entries are `schema` and `_self_`
-    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def dry_run_table(plan: Plan) -> str:

@@ -9,18 +9,19 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
-from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.config.conf_folder import choices_of, default_option_by_group
 from qerl_lab.config.keys import TEXT, TYPES, check_type, describe_type, field_of_key, spell_value
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import quote_text, quoted, shell_override
+from qerl_lab.config.spelling import quote_text, quoted, shell_override, without_quotes
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
+CLASHES = ("Only one of --run", "The --resolve flag")  # Hydra's messages about flags that exclude each other
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 GROUPS = {  # the folders of conf/, and sweeps
@@ -78,21 +79,24 @@ def _check_override(override: Override) -> None:
     if override.is_hydra_override():
         if name == "hydra.run.dir":
             raise ConfigError(f"{line} does nothing here. Type run_dir=DIR for a run, hydra.sweep.dir=DIR for a sweep.")
+        if name.startswith("hydra.sweeper.params"):  # Hydra cannot merge it
+            raise ConfigError(f"{line} works in a file of sweeps/ only. Type -m KEY=a,b instead.")
         return
     if not name:
         raise unreadable_override_error(line, {})
     if override.is_delete():
         raise ConfigError(f"{line} would take away what every run has. Type {name}=VALUE to change it.")
-    value = override.value()
-    if override.is_sweep_override() and not override.is_discrete_sweep():
+    if name == "sweeps" and override.is_sweep_override():
+        raise ConfigError(f"{line} is several sweeps, and a command runs one. Type +sweeps=NAME, a command for each.")
+    field = None if name in GROUPS else field_of_key(name)
+    is_glob = isinstance(override.value(), Glob)  # Hydra expands it to options of a config group later
+    if override.is_sweep_override() and (not override.is_discrete_sweep() or (is_glob and field)):
         raise ConfigError(f"{line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
-    if name in GROUPS:
-        if isinstance(value, list | dict) or value is None:  # Hydra would compose several options, or none
-            raise unknown_option_error(name, value, choices_of(name))
-        return
-    field = field_of_key(name)
-    for given in override.sweep_iterator() if override.is_sweep_override() else [value]:
-        value = given.text if isinstance(given, QuotedString) else given
+    for value in [] if is_glob else _given_values(override):
+        if field is None:
+            if not isinstance(value, str):  # Hydra would compose several options, or none, or raise
+                raise unknown_option_error(name, value, choices_of(name))
+            continue
         if type(value) in (int, float) and field.type in TEXT:
             value = str(value)  # a commit or a directory made of digits
         if not (isinstance(value, str) and "${" in value):  # an interpolation is checked after composition
@@ -102,6 +106,16 @@ def _check_override(override: Override) -> None:
                 if not override.is_sweep_override():
                     raise
                 raise ConfigError(f"{line} is several values, because a comma separates them; {error}") from None
+
+
+def _given_values(override: Override) -> list[Any]:
+    """Return the value of an override, or each value of a sweep (`a,b`, choice(a,b), range(1,3)), without quotes."""
+    if not override.is_sweep_override():
+        return [override.value()]
+    parser = OverridesParser.create()
+    return [
+        parser.parse_override(f"{override.key_or_group}={text}").value() for text in override.sweep_string_iterator()
+    ]
 
 
 def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigError:
@@ -115,7 +129,8 @@ def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigEr
     elif number and f"{group}.{number[1]}" in TYPES:
         hint = f" Type {group}.{number[1]}={number[2]}."
     else:
-        hint = did_you_mean(str(value), options) or f" Type for example {group}={options[0]}."
+        example = default_option_by_group().get(group, options[0])
+        hint = did_you_mean(str(value), options) or f" Type for example {group}={example}."
     return ConfigError(f"{group}={spell_value(value)} is not an option; allowed: {', '.join(options)}.{hint}")
 
 
@@ -132,7 +147,7 @@ def as_config_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(explain(error)) from None
     except ValueError as error:
-        if not str(error).startswith(NO_NAME):
+        if not str(error).startswith((NO_NAME, *CLASHES)):
             raise
         raise ConfigError(explain(error)) from None
 
@@ -146,6 +161,7 @@ def explain(error: Exception) -> str:
             return f"--config-dir {found[1]} is no directory. Type --config-dir DIR of one that is there."
         case ConfigCompositionException() if found := SEVERAL.match(str(error)):
             name, _, value = found[1].lstrip("+").partition("=")
+            value = without_quotes(value)  # `spell_for_hydra` put them
             is_text = TYPES.get(name) in TEXT and name not in GROUPS
             one = f", or {shell_override(name, value)} if the comma is part of it" if is_text else ""
             return (

@@ -7,10 +7,10 @@ from typing import Any
 import yaml
 
 from qerl_lab.cli.grammar import Command, main_of
-from qerl_lab.cli.manual import default_option_by_group, describe_option
+from qerl_lab.cli.manual import describe_option
 from qerl_lab.cli.overrides import GROUPS
 from qerl_lab.config.arm import flatten, is_of_arm, leaves
-from qerl_lab.config.conf_folder import choices_of, group_folder
+from qerl_lab.config.conf_folder import choices_of, default_option_by_group, group_folder
 from qerl_lab.config.keys import describe_type, spell_value
 from qerl_lab.config.option import bounds_in_words, option
 from qerl_lab.config.schema import RunConfig

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 
+import yaml
 from omegaconf import OmegaConf
 
 from qerl_lab.config.arm import leaves
@@ -24,6 +25,13 @@ def group_folder(group: str) -> Path:
 def choices_of(group: str) -> list[str]:
     """List the options of a configuration group: the names of the YAML files in its folder."""
     return sorted(path.stem for path in group_folder(group).glob("*.yaml"))
+
+
+def default_option_by_group() -> dict[str, str]:
+    """Map each group in the defaults list of conf/config.yaml to its option there."""
+    entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    # the other entries are `schema` and `_self_`
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def matching_option(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from qerl_lab.config.arm import REMOVED, leaves, values_of
-from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.config.conf_folder import choices_of, default_option_by_group
 from qerl_lab.config.keys import check_type, is_met, parse_condition, spell_value, unknown_key_error
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
@@ -50,7 +50,7 @@ NEEDS = (
     Needs("aqn.schedule=adaptive", "aqn.probe_prompts!=0", "they measure the KL that it adapts to",
           "aqn.probe_prompts=4, or leave that key out"),
     Needs("format.activations=fp8", "format.name=fp8", "no other format quantizes activations",
-          "+experiment=fp8, format=fp8, or leave format.activations out"),
+          "format=fp8, or leave format.activations out"),
     Needs("format.activations=fp8", "rollout.engine=vllm", "only vLLM in this process quantizes activations",
           "rollout=vllm, or format.activations=auto"),
     Needs("format.activations=fp8", "rollout.vllm.linear_backend=auto|vllm", "the others compute in 16 bits",
@@ -154,9 +154,11 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]
             continue
         (key, _, _), (other, allowed, is_excluded) = parse_condition(needs.given), parse_condition(needs.allowed)
         but = "anything but " if is_excluded else ""
+        is_arm = cfg.experiment != RunConfig().experiment  # which has its format
+        remedy = needs.remedy.replace("format=", "+experiment=") if is_arm else needs.remedy
         yield (
             f"{key}={spell_value(values[key])} with {other}={spell_value(values[other])} is not allowed, "
-            f"because {needs.why}; allowed with it: {but}{', '.join(allowed)}. Type {needs.remedy}."
+            f"because {needs.why}; allowed with it: {but}{', '.join(allowed)}. Type {remedy}."
         )
 
 
@@ -189,7 +191,7 @@ def _check_names(cfg: RunConfig) -> Iterator[str]:
         if name not in (options := choices_of(group)):
             yield (
                 f"{group}.name={name} is not allowed; allowed: {', '.join(options)}.{did_you_mean(name, options)} "
-                f"Type for example {group}={options[0]}."
+                f"Type for example {group}={default_option_by_group()[group]}."
             )
 
 

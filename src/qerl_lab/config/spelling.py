@@ -13,14 +13,32 @@ _NUMBER = re.compile(r"[+-]?(?:[\d._]*\d[\d._]*(?:e[+-]?\d[\d_]*)?|inf|infinity|
 _WORD = re.compile(r"null|true|false", re.IGNORECASE)  # what Hydra reads as None, True or False
 _ONE_VALUE = re.compile(r"""[^,=()\[\]{}'"$\\]+""")  # no list, sweep, function, interpolation or quoted text
 
+_CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # a value of a sweep without the blanks around it
+
 
 def quote_text(key: str, value: str) -> str:
     """Format `key=value` for Hydra if the key holds a text: quote a value that Hydra cannot read without quotes.
 
-    A list, a sweep, an interpolation, null, true, false or a quoted value stays as it is.
+    In a sweep `a,b` it quotes each such value. A list, a function such as choice(a,b), an interpolation, null, true,
+    false or a quoted value stays as it is.
     """
-    is_one_text = _ONE_VALUE.fullmatch(value) and not _WORD.fullmatch(value)
-    return hydra_override(key, value) if is_one_text else f"{key}={value}"
+    values = value.split(",")
+    if not all(_ONE_VALUE.fullmatch(one) or _QUOTED.fullmatch(one.strip()) for one in values):
+        return f"{key}={value}"
+    if len(values) == 1:
+        return f"{key}={_quoted_if_needed(value)}"
+    spelled = [_CORE.sub(lambda found: _quoted_if_needed(found[0]), one) for one in values]
+    return f"{key}={','.join(spelled)}"
+
+
+def _quoted_if_needed(value: str) -> str:
+    is_quoted_or_word = _QUOTED.fullmatch(value) or _WORD.fullmatch(value)
+    return value if is_quoted_or_word or _is_read_as_text(value) else quoted(value)
+
+
+def without_quotes(value: str) -> str:
+    """Return the value of an override with each quoted part of it unquoted: 'a b','c' becomes a b,c."""
+    return _QUOTED.sub(lambda found: unquoted(found[0]), value)
 
 
 def spell_list(values: Sequence[str]) -> str:

@@ -40,6 +40,11 @@ def refused(line: str, capsys) -> str:
         ("fromat=nvfp4", ["fromat is not a known key", "Did you mean format?"]),
         ("format=nvfp5", ["format=nvfp5", "allowed: bf16, fp8, mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
         ("lora=[rank16,rank32]", ["lora=[rank16,rank32]", "rank64"]),
+        ("lora=16", ["lora=16 is not an option", "allowed: full, rank128, rank16", "example lora=rank32."]),
+        ("task=foo", ["task=foo is not an option", "Type for example task=arithmetic."]),  # others are refused, too
+        ("task.name=foo", ["task.name=foo is not allowed", "Type for example task=arithmetic."]),
+        ("-m lora=rank16,32", ["lora=32 is not an option", "allowed: full, rank128, rank16"]),
+        ("-m lora=rank16,[rank32]", ["lora=[rank32] is not an option"]),
         ("hydra/launcher=joblip", ["hydra/launcher=joblip", "basic", "lab"]),
         # keys
         ("lora.rnk=3", ["Did you mean lora.rank? Allowed: lora.rank, lora.", "lora.alpha"]),
@@ -59,9 +64,12 @@ def refused(line: str, capsys) -> str:
         ("task.path=DIR", ["task.path=DIR", "task.name=arithmetic", "type for example task=gsm8k"]),
         ("model.revision=main", ["model.revision=main", "model.path=pocket"]),
         ("eval.questions=0 eval.top_p=0.3", ["in a run with eval.questions=0 and eval.every=0.", "eval.questions=256"]),
+        ("task.format_reward=0 task.format_reward_for=right", ["in a run with task.format_reward=0.0. Leave"]),
         ("eval.questions=0 eval.every=2 eval.samples=3", ["eval.samples=3", "in a run with eval.questions=0. Leave"]),
         ("aqn=linear steps=1 aqn.stages=1", ["keeps stage 1 clean. Type aqn.reading=equation."]),
         ("aqn=linear aqn.stages=1", ["aqn.stages=1", "Type aqn.stages=2, or aqn.reading=equation."]),
+        ("+experiment=nf4 lora=full", ["lora.rank=0 with format.name=nf4", "Type +experiment=bf16, or lora=rank32."]),
+        ("format=nf4 lora=full", ["Type format=bf16, or lora=rank32."]),
         ("differs_in=[seed]", ["Leave differs_in out"]),
         # an arm that is no longer itself
         ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "leave experiment=nvfp4_aqn out."]),
@@ -95,14 +103,19 @@ def refused(line: str, capsys) -> str:
         ("-m lora.rank=16,-1", ["job 1 (lora.rank=-1)", "at least 0"]),
         ("-m experiment=glob(zz*)", ["no job"]),
         ("-m seed=interval(0,1)", ["seed=range"]),
+        ("-m model.path=glob(*)", ["model.path=glob(*) is not a list of jobs"]),  # globs are of groups alone
         ("-m seed=0,1 run_dir=x", ["hydra.sweep.dir=x"]),
         ("hydra.run.dir=x", ["hydra.run.dir=x does nothing here", "run_dir=DIR", "hydra.sweep.dir=DIR"]),
         ("-m seed=0,1 hydra.sweep.subdir=x", ["jobs 0 and 1 would share", "hydra.job.num"]),
+        ("-m sweeps=algorithms,lora_rank", ["is several sweeps", "Type +sweeps=NAME"]),
+        ("-m --cfg job seed=0,1", ["Only one of --run, --multirun, --cfg"]),
+        ("--resolve", ["can only be used in conjunction with --cfg"]),
         ("-m seed=0,1,0", ["jobs 0 and 2 are the same run (seed=0)", "Leave out one"]),
         # words about jobs where they do nothing
         ("jobs=2", ["jobs=2 is for sweeps"]),
         ("-m seed=0,1 jobs_per_gpu=2", ["jobs_per_gpu=2 does nothing in a run with jobs=1"]),
         ("-m seed=0,1 jobs=2 hydra/launcher=basic", ["jobs=2 works with hydra/launcher=lab only"]),
+        ("-m +hydra.sweeper.params.seed=range(3)", ["a file of sweeps/ only. Type -m KEY=a,b"]),
         ("-m seed=0,1 hydra.sweeper.max_batch_size=3", ["Type jobs=3"]),
         ("-m jobs=1,2", ["jobs holds for the whole sweep"]),
         ("hydra.sweep.dir=x", ["hydra.sweep.dir=x is for sweeps"]),
@@ -226,6 +239,8 @@ def test_a_commit_that_looks_like_a_number_stays_as_it_was_typed():
     words = ["scale=custom", "model.path=a/b", "model.revision=7e12345", "run_dir=1_0"]
     config = only_job(*words).config
     assert (config.model.revision, config.run_dir) == ("7e12345", "1_0")
+    jobs = make_plan(list(map(spell_for_hydra, [*words[:2], "model.revision=7e12345,main"])), True).jobs
+    assert [job.config.model.revision for job in jobs] == ["7e12345", "main"]
 
 
 def test_a_micro_batch_that_nobody_typed_shrinks_to_what_divides_an_update_and_that_is_said():
@@ -245,6 +260,11 @@ def test_a_word_of_a_sweep_must_act_in_one_job_that_shares_it():
     assert [job.config.aqn.sigma_start for job in plan.jobs] == [0.05, 0.05]
     plan = make_plan(["+experiment=nvfp4_aqn,bf16_aqn", "aqn.sigma_start=0.05,0.1"], True)
     assert len(plan.jobs) == 4
+
+
+def test_a_sweep_over_lists_takes_names_in_quotes():
+    jobs = make_plan(["format.ignore=['re:.*down.*'],[lm_head]", 'aqn.norms=["input_layernorm"]'], True).jobs
+    assert [job.config.format.ignore for job in jobs] == [["re:.*down.*"], ["lm_head"]]
 
 
 def test_the_keys_that_an_error_lists_are_those_that_may_be_typed_the_nearest_first():

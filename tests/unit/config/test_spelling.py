@@ -54,7 +54,7 @@ def test_a_line_to_type_is_what_people_type(path: str, typed: str) -> None:
     assert shell_override("model.path", path) == typed
 
 
-@pytest.mark.parametrize("text", ["läufe/a=b,c", "it's,b", "ä,b\\"])
+@pytest.mark.parametrize("text", ["läufe/a=b,c", "it's,b", "ä,b\\", "1,7e5"])
 def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["+experiment=nvfp4", "dry_run=true"]
@@ -70,7 +70,8 @@ def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path,
 @pytest.mark.parametrize(("value", "spelled"), [
     ("~/läufe", "'~/läufe'"), ("7e12345", "'7e12345'"), ("1e1_0", "'1e1_0'"),
     ("runs/a-1", "runs/a-1"), ("null", "null"), ("a,b", "a,b"), ("'ä'", "'ä'"),
-    ("${oc.env:HOME}/ä", "${oc.env:HOME}/ä"),
+    ("a,7e12345,07,null", "a,'7e12345','07',null"), ("~/ä, 'b',1e3", "'~/ä', 'b','1e3'"),
+    ("~/a,choice(b)", "~/a,choice(b)"), ("${oc.env:HOME}/ä", "${oc.env:HOME}/ä"),
 ])  # fmt: skip
 def test_one_text_is_quoted_where_hydra_would_not_read_it(value: str, spelled: str) -> None:
     assert quote_text("run_dir", value) == f"run_dir={spelled}"
