@@ -5,14 +5,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
 _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./:@%+-]+", re.ASCII)  # what Hydra reads as it is, unless it is of another type
 _NUMBER = re.compile(r"[+-]?(?:[\d._]*\d[\d._]*(?:e[+-]?\d[\d_]*)?|inf|infinity|nan)", re.IGNORECASE)  # as Hydra reads
 _WORD = re.compile(r"null|true|false", re.IGNORECASE)  # what Hydra reads as None, True or False
 _ONE_VALUE = re.compile(r"""[^,=()\[\]{}'"$\\]+""")  # no list, sweep, function, interpolation or quoted text
-
 _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # a value of a sweep without the blanks around it
 
 
@@ -25,15 +22,13 @@ def quote_text(key: str, value: str) -> str:
     values = value.split(",")
     if not all(_ONE_VALUE.fullmatch(one) or _QUOTED.fullmatch(one.strip()) for one in values):
         return f"{key}={value}"
+
+    def spell(one: str) -> str:
+        return one if _QUOTED.fullmatch(one) or _WORD.fullmatch(one) else _spell_text(one)
+
     if len(values) == 1:
-        return f"{key}={_quoted_if_needed(value)}"
-    spelled = [_CORE.sub(lambda found: _quoted_if_needed(found[0]), one) for one in values]
-    return f"{key}={','.join(spelled)}"
-
-
-def _quoted_if_needed(value: str) -> str:
-    is_quoted_or_word = _QUOTED.fullmatch(value) or _WORD.fullmatch(value)
-    return value if is_quoted_or_word or _is_read_as_text(value) else quoted(value)
+        return f"{key}={spell(value)}"
+    return f"{key}={','.join(_CORE.sub(lambda found: spell(found[0]), one) for one in values)}"
 
 
 def without_quotes(value: str) -> str:
@@ -43,9 +38,7 @@ def without_quotes(value: str) -> str:
 
 def spell_list(values: Sequence[str]) -> str:
     """Format texts as one list `[a,"b c"]` in Hydra's override grammar."""
-    parts = (
-        value if value.isidentifier() and _is_read_as_text(value) else quoted(value, Quote.double) for value in values
-    )
+    parts = (value if value.isidentifier() and _is_read_as_text(value) else quoted(value, '"') for value in values)
     return f"[{','.join(parts)}]"
 
 
@@ -54,7 +47,12 @@ def hydra_override(key: str, value: str) -> str:
 
     Quotes a value that has special characters, or that Hydra would read as a number, null, true or false.
     """
-    return f"{key}={value if _is_read_as_text(value) else quoted(value)}"
+    return f"{key}={_spell_text(value)}"
+
+
+def _spell_text(value: str) -> str:
+    """Return `value`, in quotes if Hydra would not read it as this text without them."""
+    return value if _is_read_as_text(value) else quoted(value)
 
 
 def _is_read_as_text(value: str) -> bool:
@@ -81,9 +79,11 @@ def resume_override(path: str | Path) -> str:
     return f"resume={shlex.quote(str(path))}"
 
 
-def quoted(value: str, quote: Quote = Quote.single) -> str:
-    """Put a text between two quotes for Hydra's override grammar."""
-    return QuotedString(value, quote).with_quotes()
+def quoted(value: str, quote: str = "'") -> str:
+    """Put a text in quotes, ' or ", and escape it, so that Hydra's override grammar reads this text."""
+    from hydra.core.override_parser.types import Quote, QuotedString  # Hydra's import would slow every command's start
+
+    return QuotedString(value, Quote.single if quote == "'" else Quote.double).with_quotes()
 
 
 def unquoted(value: str) -> str:
