@@ -148,7 +148,7 @@ class GpuPool:
                 self._changed.notify()
 
     def _take_one(self) -> str:
-        """Wait until a GPU has room; take the first of those with the fewest jobs, and return its name."""
+        """Wait until a GPU has room, reserve a place on the GPU with the fewest jobs, and return the GPU's name."""
         with self._changed:
             self._changed.wait_for(lambda: any(self._room.values()))
             name = max(self._room, key=self._room.__getitem__)

@@ -219,7 +219,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def linear_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights of a model's Linears in the run's format, without biases and dense caches."""
+    """Return the size in bytes of the Linear weights in the run's format. Biases and dense caches do not count."""
     linears = 0
     for module in model.modules():
         if isinstance(module, PackedLinear):
@@ -230,7 +230,7 @@ def linear_bytes(model: nn.Module) -> int:
 
 
 def total_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers of a model, without dense caches."""
+    """Return the size in bytes of a model's parameters and buffers. Dense caches do not count."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

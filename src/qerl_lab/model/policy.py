@@ -225,7 +225,10 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
 
 
 def _can_be_float32(norm: nn.Module) -> bool:
-    """Tell whether `hold_in_float32` can convert `norm`: torch's LayerNorm with a bias takes no mixed dtypes."""
+    """Tell whether `norm` works with a float32 weight on inputs of the model's dtype.
+
+    A norm with a bias does not, unless the model is float32: torch's LayerNorm takes weight and input in one dtype.
+    """
     return getattr(norm, "bias", None) is None or norm.get_parameter("weight").dtype == torch.float32
 
 

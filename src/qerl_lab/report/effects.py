@@ -36,7 +36,7 @@ class Side:
 
     @property
     def options(self) -> dict[str, list[Run]]:
-        """Map each value of the spanned key to its finished runs; values without any are left out."""
+        """Return the finished runs by value of the spanned key, without the values that have no finished run."""
         finished = {value: [run for run in runs if run.is_finished] for value, runs in self.started.items()}
         return {value: runs for value, runs in finished.items() if runs}
 
@@ -280,7 +280,7 @@ def _measure_side(
         lows = np.array([option.low[columns].to_numpy(float) for option in options])  # [options, seeds, questions]
 
         def choose(places: Sequence[int]) -> list[int]:
-            """Return for each of these seeds, given by place, the number of the option that is best over the others."""
+            """Return for each place (index into `seeds`) the index of the option that is best at the other places."""
             return [int(np.argmax([scores[rest].mean() for scores in better])) for rest in _without_each(places)]
 
         places = range(len(seeds))
@@ -295,7 +295,7 @@ def _measure_side(
 
 
 def _without_each(places: Sequence[int]) -> list[list[int]]:
-    """Return a list per place: all the others."""
+    """Return for each of `places` the list of all others, as in leave-one-out."""
     return [[other for other in places if other != place] for place in places]
 
 

@@ -163,9 +163,8 @@ def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
     is_damaged = tables[RUNS]["experiment"].isna()
     runs = []
     for row in tables[RUNS][~is_damaged].to_dict("records"):
-        row = dict.fromkeys(ORIGIN, "") | {
-            key: value for key, value in row.items() if not pd.isna(value)
-        }  # older files
+        present = {key: value for key, value in row.items() if not pd.isna(value)}
+        row = dict.fromkeys(ORIGIN, "") | present  # older files lack some columns
         settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS}
         run = run_from(
             json.loads(row["settings"]) | settings | {key: row[key] for key in ("experiment", "seed", "differs_in")},

@@ -47,9 +47,10 @@ def closing(result: dict[str, Any]) -> str:
 
 
 def where(run_dir: Path, is_mirrored: bool | None) -> str:
-    """Format where the record of a run is, how to open the run in MLflow, and how to fill in what MLflow lacks.
+    """Return the lines that say where the run's record is and how to open the run in MLflow.
 
-    `is_mirrored` tells whether MLflow has the whole record; None for a run without MLflow.
+    If MLflow lacks a part of the record (`is_mirrored` is False), a further line says how to fill it. `is_mirrored` is
+    None for a run without MLflow.
     """
     trained = "model" if (run_dir / "model").is_dir() else "adapter"
     path, python = terminal.format_path(run_dir), terminal.python_command()

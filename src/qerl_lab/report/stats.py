@@ -175,11 +175,11 @@ def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
 
 
 def correlation(x: pd.Series, y: pd.Series, means: int) -> Interval:
-    """Return Pearson's correlation of two equally long series that vary, with its 95% interval by Fisher's z.
+    """Return Pearson's correlation of `x` and `y` with its 95% interval by Fisher's z.
 
-    `means` is the number of means that were subtracted from the points: 1 for the mean of all points, which the
-    correlation subtracts itself, or the number of groups if each group has lost its own mean. Each mean takes a degree
-    of freedom. If none is left, the interval is -1 to 1.
+    `x` and `y` have the same length, and neither is constant. `means` is 1, or the number of groups if the caller has
+    subtracted each group's mean: the interval is wider then, since each mean takes a degree of freedom. If no degree of
+    freedom is left, the interval is -1 to 1.
     """
     found, free = float(stats.pearsonr(x, y).statistic), len(x) - means - 2
     if free < 1:

@@ -177,9 +177,9 @@ class Engine(Protocol):
         return {}
 
     def abort(self) -> None:
-        """End a `generate` that another thread runs, as far as the engine can; only `close` may follow.
+        """Stop a `generate` that runs in another thread, if the engine can; the default does nothing.
 
-        That `generate` then raises EngineFailed, and so does any later one.
+        A stopped `generate` raises EngineFailed, and so does every later one. Afterwards only `close` may be called.
         """
         return
 

@@ -179,7 +179,8 @@ def run(options: RunOptions) -> None:
         else:
             to_make.append(planned)
 
-    def stop(number: int, frame: FrameType | None) -> None:  # a signal may reach this process alone
+    def stop(number: int, frame: FrameType | None) -> None:
+        """Handle a signal: tell the threads to stop their runs, because the signal may reach this process alone."""
         machine.stopped.set()
         raise KeyboardInterrupt
 
