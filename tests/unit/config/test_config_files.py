@@ -214,7 +214,7 @@ def test_resolved_configurations_are_as_recorded(composed):
 @pytest.mark.parametrize("name", choices_of("format"))
 def test_an_option_of_fp8_defines_no_arm_of_another_format(name: str) -> None:
     """It was added when runs of the others had been recorded."""
-    cfg = make_plan([f"+experiment={name}"], multirun=False).jobs[0].config
+    cfg = make_plan([f"format={name}"], multirun=False).jobs[0].config
     assert ("format.activations" in settings_of_arm(values_of(cfg))) == (name == "fp8")
 
 
