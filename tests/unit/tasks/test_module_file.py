@@ -50,12 +50,13 @@ def test_the_first_example_is_a_task(tmp_path: Path) -> None:
 
 
 def test_the_second_example_reads_rows(tmp_path: Path) -> None:
-    rows = [{"riddle": f"R\u2028{n}?", "solution": f"{n}"} for n in range(300)]
+    rows = [{"riddle": f"R\u2028{n}?", "solution": n if n % 2 else f"{n}"} for n in range(300)]
     rows += [{"riddle": "Rätsel?", "solution": "1", "language": "de"}, {"riddle": "Long?", "solution": "x" * 51}]
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", rows))
     task = tasks.load(TaskConfig(name="gsm8k", module=file(tmp_path, EXAMPLES[1], "riddles.py"), path=path))
     assert {question.id for question in task.train + task.heldout} == {f"riddles-train-{n}" for n in range(300)}
     assert task.heldout
+    assert {question.answer for question in task.train + task.heldout} == {f"{n}" for n in range(300)}
     (said,) = task.warnings
     assert "1 of 302 rows are bad and left out; the first: " in said
     assert "rows.jsonl:302 has a long answer" in said
