@@ -142,10 +142,11 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
     several = [(others, formats) for others, formats in found.items() if len(formats) > 1]
     several.sort(key=lambda group: -len(group[1]))  # a page shows the first few
     shared = set.intersection(*(set(others) for others, _ in several)) if several else set()
-    order, titled = list(palette.FORMATS), dict[str, dict[str, str]]()
+    order = {name: place for place, name in enumerate(palette.FORMATS)}  # a format deleted since its runs is last
+    titled = dict[str, dict[str, str]]()
     for others, formats in several:
         title = ", ".join(format_setting(*setting) for setting in others if setting not in shared)
-        titled[title] = {name: formats[name] for name in sorted(formats, key=order.index)}
+        titled[title] = {name: formats[name] for name in sorted(formats, key=lambda name: order.get(name, len(order)))}
     return titled
 
 

@@ -140,6 +140,14 @@ def test_effects_name_their_marks_and_no_label_is_cut(found: Comparison) -> None
         assert label.y0 >= figure.bbox.y0
 
 
+def test_a_format_that_was_deleted_after_its_runs_is_the_last_of_the_formats(
+    found: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(palette, "FORMATS", {"nvfp4": palette.FORMATS["nvfp4"]})
+    ((_, formats),) = curves.group_formats(found).items()
+    assert list(formats) == ["nvfp4", "bf16"]
+
+
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
     ((title, formats),) = curves.group_formats(found).items()
     assert (title, formats) == ("", {"bf16": "bf16", "nvfp4": "nvfp4"})
