@@ -284,6 +284,11 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     safetensors only and runs no code of the model. Raises ConfigError for a model that cannot be loaded or does not fit
     `cfg`.
     """
+    if cfg.format.name not in formats.FORMATS:  # an option in conf/format alone: the model is not to blame
+        raise ConfigError(
+            f"format={cfg.format.name} has no class in FORMATS of src/qerl_lab/formats/__init__.py; it has "
+            f"{', '.join(formats.FORMATS)}. Add the class there, or type for example format=nvfp4."
+        )
     folder = local_folder(cfg.model.path, cfg.model.revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)

@@ -283,6 +283,14 @@ def test_a_run_says_the_rule_of_its_checkpoint(tmp_path: Path, tiny) -> None:
     policy.load_base(cfg, CPU)
 
 
+def test_a_format_without_a_class_is_not_blamed_on_the_model(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file in conf/format makes it an option before FORMATS has its class."""
+    others = {name: kind for name, kind in policy.formats.FORMATS.items() if name != "nf4"}
+    monkeypatch.setattr(policy.formats, "FORMATS", others)
+    with pytest.raises(ConfigError, match=r"format=nf4 has no class in FORMATS of src/qerl_lab/formats/__init__\.py"):
+        policy.load_base(tiny(format__name="nf4"), CPU)
+
+
 def test_what_cannot_be_loaded_is_a_config_error_that_names_the_file(tmp_path: Path, tiny) -> None:
     cfg = tiny(format__name="mxfp4", model__path=str(tmp_path))
     file = write_packed(tmp_path, tiny_model(), MXFP4) / "model.safetensors"
