@@ -8,7 +8,7 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import module_hash
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.record.metrics import METRICS
-from qerl_lab.tasks.questions import UNPARSED, Question, Scores
+from qerl_lab.tasks.questions import UNPARSED, Question, Questions, Scores
 
 NAMES = ("train", "heldout", "grade", "weights", "worked")
 PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
@@ -51,8 +51,9 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     functions = {name: getattr(module, name) for name in NAMES if callable(getattr(module, name, None))}
     if not functions:
         raise ConfigError(f"task.module={cfg.module} defines none of {', '.join(NAMES)}. docs/tasks.md shows one.")
+    note = _half_of_the_questions(cfg, functions.keys())
     for name in {"train", "heldout", "worked"} & set(functions):
-        functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name])
+        functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name], note)
     if "weights" in functions and "grade" not in functions:
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
     if "grade" in functions:
@@ -85,10 +86,21 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
     return set(given)
 
 
-def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:
+def _half_of_the_questions(cfg: TaskConfig, defined: Collection[str]) -> list[str]:
+    """Return a note if a file defines `train` or `heldout` alone, which a misspelled name does too."""
+    there = [name for name in ("train", "heldout") if name in defined]
+    if len(there) != 1:
+        return []
+    missing, role = ("heldout", "held-out") if there == ["train"] else ("train", "training")
+    return [f"{cfg.module} defines {there[0]} but not {missing}: the {role} questions are those of task={cfg.name}"]
+
+
+def _checked_questions(
+    said: str, function: Callable[..., Any], notes: Sequence[str]
+) -> Callable[[TaskConfig], list[Question]]:
     """Wrap a function that returns questions: the wrapper raises ConfigError for invalid questions or equal ids.
 
-    `said` names the function in error messages.
+    `said` names the function in error messages. The wrapper adds `notes` to the notes of the questions.
     """
 
     def checked(cfg: TaskConfig) -> list[Question]:
@@ -105,7 +117,8 @@ def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[Tas
                 json.dumps(dict(question.payload))
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{returned} payload must be what JSON holds: {first_line(error)}.") from error
-        return found
+        known = found if isinstance(found, Questions) else Questions(found)
+        return Questions(known, known.left_out, [*known.notes, *notes])
 
     return checked
 

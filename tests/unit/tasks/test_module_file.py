@@ -62,6 +62,15 @@ def test_the_second_example_reads_rows(tmp_path: Path) -> None:
     assert "rows.jsonl:302 has a long answer" in said
 
 
+@pytest.mark.parametrize(("there", "typed"), [("train", "held_out"), ("heldout", "trian")])
+def test_a_file_with_half_of_the_questions_is_noted(tmp_path: Path, there: str, typed: str) -> None:
+    """A misspelled name would otherwise train on one set and evaluate on another in silence."""
+    text = ONE + "".join(f"def {n}(cfg): return [Question('{n}', '{n}?', '1')]\n" for n in (there, typed))
+    (said,) = load(tmp_path, text).warnings
+    other = {"train": "heldout: the held-out", "heldout": "train: the training"}[there]
+    assert f"mine.py defines {there} but not {other} questions are those of task=arithmetic" in said
+
+
 def test_another_reward_is_on_the_same_questions(tmp_path: Path) -> None:
     """By id and SHA-256, so a report pairs runs with and without the file by question."""
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [{"problem": "2?", "answer": "2", "unique_id": "two"}]))
