@@ -12,7 +12,7 @@ from qerl_lab.config.conf_folder import package_data
 from qerl_lab.report import palette, reference
 from qerl_lab.report.arms import differing_keys, task_of
 from qerl_lab.report.curves import MARKS, add_panel_legend, style_panel
-from qerl_lab.report.runs import Run
+from qerl_lab.report.runs import ABSENT, Run
 
 TASKS = {"gsm8k": "GSM8K", "bigmath": "BigMath"}  # task.name -> name in the paper, with which `PaperFigure.task` begins
 LABELS = {"reward": "accuracy reward", "entropy": "nats per token", "sigma": "standard deviation"}
@@ -80,11 +80,16 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
     """
     ours = "Ours above" if figure.is_of(_tasks_of_paper(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
-    tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}
+    tasks, algorithms = {_task_in_words(run) for run in runs}, {run.value("algorithm.name") for run in runs}
     named = ", ".join("/".join(sorted(names)) for names in (models, tasks, algorithms))
     curves = reference.curves()
     error = curves.loc[curves["file"] == figure.file, "error"].max()
     return f"{figure.about}, read to +-{error:g}. {ours}: model {named}. {figure.remark}".strip()
+
+
+def _task_in_words(run: Run) -> str:
+    """Return the task of a run, and whether a file of the user's replaced parts of the task (a record has no path)."""
+    return task_of(run) + ("" if run.value("task.module_hash") in (ABSENT, "None") else " with a task.module")
 
 
 @palette.styled()

@@ -22,6 +22,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import installed_versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.system import exits, terminal
+from qerl_lab.tasks.questions import label
 
 LINE = "python -m qerl_lab.tools.export"
 PACKAGES = ("qerl-lab", "torch", "transformers", "trl", "peft")
@@ -154,6 +155,7 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
         base_is_packed=(
             run.format.name in KEPT_PACKED and not options.base and path != POCKET and not gguf.is_gguf(path)
         ),
+        task=label(run.task),
         part_of_task=subset_in_words(run.task.name, run.task.gsm8k.max_steps),
         interval=f"[{low:+.3f}, {high:+.3f}]" if high > low else "[no spread]",  # questions agree: no interval
         versions=", ".join(f"{name} {made[name]}" for name in PACKAGES if name in made),

@@ -159,6 +159,8 @@ def test_the_card_s_line_makes_the_very_base_of_the_run(
     said = card(ExportOptions(out="mine"), tiny(model__path=str(packed), **how), record)
     assert f"`BASE` is `{packed}`." in said
     assert "qerl_lab.quantize" not in said
+    own_task = card(ExportOptions(out="mine"), tiny(task__module="/mine/riddles.py", **how), record)
+    assert "GRPO on riddles" in own_task
 
 
 def test_the_card_s_code_loads_the_adapter_on_the_packed_base(
