@@ -82,7 +82,8 @@ def run(a_path: str, b_path: str) -> None:
     found = list(differences(pairs, notes))
     for name, arm, path in (("A", a, a_path), ("B", b, b_path)):
         subject, seeds = next(iter(arm.values())).about["subject"], ", ".join(map(str, arm))
-        print(f"{name}: {subject} ({path}), seed{'s' if len(arm) > 1 else ''} {seeds}")
+        where = "" if subject.endswith(f" {path}") else f" ({path})"
+        print(f"{name}: {subject}{where}, seed{'s' if len(arm) > 1 else ''} {seeds}")
     print(f"\n{table(found)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
     for note in notes:
         print(f"note: {note}")

@@ -260,4 +260,5 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys) -> None:
     assert evaluate.main(["compare", a, b]) == 0
     out = capsys.readouterr().out
     assert "+0.125 [" in out
+    assert out.count(a) == 1  # as the subject or as the folder
     assert "grading=task and first_character" in " ".join(out.split())
