@@ -159,6 +159,11 @@ def explain(error: Exception) -> str:
             return str(error)
         case _ if found := re.fullmatch(r"Additional config directory '(.*)' not found", str(error)):
             return f"--config-dir {found[1]} is no directory. Type --config-dir DIR of one that is there."
+        case ConfigCompositionException() if found := re.match(r"In '([^']+)': Could not override '.+@", str(error)):
+            return (
+                f"{found[1]}.yaml overrides options of other groups, and Hydra looks for them inside its own. "
+                "Write # @package _global_ as its first line."
+            )
         case ConfigCompositionException() if found := SEVERAL.match(str(error)):
             name, _, value = found[1].lstrip("+").partition("=")
             value = without_quotes(value)  # `spell_for_hydra` put them

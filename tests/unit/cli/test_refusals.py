@@ -200,6 +200,13 @@ def test_a_bad_file_of_the_user_s_own(text, parts, capsys, tmp_path):
         assert part in message
 
 
+def test_an_arm_without_its_first_line_is_told_to_have_it(capsys, tmp_path):
+    (folder := tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# mine\ndefaults:\n  - override /format: nf4\n")
+    message = refused("--config-dir mine experiment=mine", capsys)
+    assert "Write # @package _global_ as its first line." in message
+
+
 def test_a_file_of_the_user_s_own_is_an_option_like_ours(tmp_path, capsys):
     folder = tmp_path / "mine" / "experiment"
     folder.mkdir(parents=True)
