@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_lab.cli import launch, train
+from qerl_lab.cli import launch
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
@@ -15,43 +15,29 @@ from qerl_lab.record.environment import Typed
 from qerl_lab.system.processes import refuse_several_processes
 from qerl_lab.train import ranks
 
-TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 
-
-@pytest.mark.parametrize(
-    ("environment", "named"),
-    [
-        (TORCHRUN, "WORLD_SIZE=2"),
-        (SRUN, "SLURM_STEP_NUM_TASKS=2"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2"),
-    ],
-)
-def test_one_of_several_processes_is_refused(environment: dict[str, str], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{named} is set, .* allowed: one process. Type .* srun --ntasks 1"):
-        refuse_several_processes(environment)
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_one_of_several_processes_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}=2 is set, .* allowed: one process. Type .* srun --ntasks 1"):
+        refuse_several_processes({name: "2", "SLURM_NTASKS": "2"})
 
 
 @pytest.mark.parametrize(
     "environment",
     [
-        {},
         {"SLURM_NTASKS": "4"},  # a shell inside salloc
-        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # submitit's job
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # a step of one in a larger job
         {"WORLD_SIZE": "", "LOCAL_RANK": "-1"},
     ],
 )
 def test_one_process_stays_allowed(environment: dict[str, str]) -> None:
     refuse_several_processes(environment)
-    with pytest.raises(ConfigError, match="PMI_SIZE=2 is set"):
-        refuse_several_processes(environment | {"PMI_SIZE": "2"})
 
 
 def test_a_rank_that_the_run_has_started_is_allowed_and_no_other() -> None:
-    refuse_several_processes(TORCHRUN, ranks=2)
+    refuse_several_processes({"WORLD_SIZE": "2"}, ranks=2)
     with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set"):
-        refuse_several_processes(TORCHRUN, ranks=4)
+        refuse_several_processes({"WORLD_SIZE": "2"}, ranks=4)
 
 
 @pytest.fixture
@@ -59,13 +45,6 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.mark.parametrize("words", ["-m seed=0,1", "resume=run"])
-def test_the_command_is_refused_before_it_makes_anything(torchrun: Path, words: str, capsys) -> None:
-    assert train.main(words.split()) == 2
-    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 is set, so a launcher (torchrun")
-    assert not list(torchrun.iterdir())
 
 
 def test_a_launcher_s_worker_is_refused_where_it_starts_the_run(torchrun: Path) -> None:

@@ -43,7 +43,6 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
 @pytest.mark.parametrize(
     ("values", "given", "remedy"),
     [
-        ({"lora__rank": -1}, "lora.rank=-1", "lora.rank=32"),
         ({"lora__rank": 0, "format__name": "nvfp4"}, "lora.rank=0 with format.name=nvfp4", "format=bf16, or lora=rank"),
         (FULL | {"rollout__engine": "vllm", "device": "cpu"}, "device=cpu", "Type rollout=transformers"),
         ({"optim__max_grad_norm": 1e13}, "optim.max_grad_norm=10000000000000.0", "at most 1e12. Type"),
@@ -51,9 +50,6 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"format__ignore": ["re:("]}, "'re:('", "re:PATTERN"),
         ({"eval__questions": 1}, "eval.questions=1", "eval.questions=256"),
         ({"task__format_reward": 0.0, "task__answer_reward": 0.0}, "reward nothing", "task.answer_reward=1"),
-        ({"optim__learning_rate": float("nan")}, "optim.learning_rate=nan", "a finite number"),
-        ({"aqn__schedule": "False"}, "aqn.schedule=False", '"off" with its quotes'),
-        ({"task__name": "gsm9k"}, "task.name=gsm9k", "Did you mean gsm8k?"),
         ({"model__path": ""}, "model.path=", "model=pocket"),
         ({"aqn__schedule": "linear", "aqn__norms": []}, "aqn.norms=[]", "aqn.norms=[input_layernorm]"),
         ({"aqn__schedule": "linear", "aqn__sigma_end": 0.5}, "aqn.sigma_end=0.5", "aqn.sigma_end=0.01"),
@@ -156,8 +152,6 @@ def test_what_the_batch_message_says_to_type_works(prompts, group, updates, micr
     ("values", "message"),
     [
         ({"lora": {"rank": "16"}}, "lora.rank=16 is not allowed; allowed: a whole number"),
-        ({"tracking": {"mlflow": "yes"}}, "true or false. Type for example tracking.mlflow=true"),
-        ({"lora": {"rnk": 3}}, "Did you mean lora.rank?"),
         ({"task": {"arithmetic": 3}}, "is a node"),
     ],
 )
