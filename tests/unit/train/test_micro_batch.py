@@ -48,8 +48,6 @@ LIMIT = 1000  # bytes that a pass may take before memory runs out
         (24, 1000, lambda n: 10 * n, 24),  # all there are
         (24, 190, lambda n: 10 * n, 12),  # 16 and 19 do not divide them
         (7, 60, lambda n: 10 * n, 1),
-        (7, 70, lambda n: 10 * n, 7),
-        (22, 1000, lambda n: 10 * n, 22),
         (1, 10, lambda n: 10, 1),
         (64, 20, lambda n: 10, 64),
     ],
@@ -69,12 +67,12 @@ def test_the_largest_divisor_whose_passes_fit(
     assert tried == [n for n in range(1, tried[-1] + 1) if completions % n == 0], "far beyond what fits"
 
 
-@pytest.mark.parametrize("budget", [*range(115, 640, 35)])
-def test_no_pass_is_tried_that_the_line_says_is_too_large(budget: int) -> None:
+def test_no_pass_is_tried_that_the_line_says_is_too_large() -> None:
     """Beside another run it would take the memory that the other needs."""
-    measured: list[int] = []
-    fit(256, budget, lambda n: measured.append(n) or 100 + 10 * n)
-    assert max(measured) <= (budget - 100) / 10
+    for budget in range(115, 640, 35):
+        measured: list[int] = []
+        fit(256, budget, lambda n, tried=measured: tried.append(n) or 100 + 10 * n)
+        assert max(measured) <= (budget - 100) / 10
 
 
 def test_one_completion_that_does_not_fit_says_what_it_takes() -> None:
@@ -156,10 +154,8 @@ LARGE = {"rollout__prompts_per_step": 64, "optim__micro_batch_size": None}  # 25
     [
         (0, {}, 64),  # 68.4 GiB
         (0, {"algorithm__updates_per_rollout": 8}, 32),  # all of an update
-        (5, {}, 32),  # 63.9
         (40, {}, 32),  # 32.4
         (41, {}, 16),  # 31.5
-        (60, {}, 8),  # 14.4
         (0, {"jobs": 2, "jobs_per_gpu": 2}, 32),  # of this job's 40, less the 4 that it holds
         (0, {"jobs": 4, "jobs_per_gpu": 4}, 8),  # of its 20
         (0, {"jobs": 1, "jobs_per_gpu": 4}, 64),  # one after another
@@ -227,14 +223,12 @@ def test_all_ranks_take_the_smallest_and_end_together(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "runs_out"),
     [
-        {}, {"lora__dropout": 0.3, "algorithm__beta": 0.1}, {"model__gradient_checkpointing": True},
-        {"optim__packing": "on"}, {"lora__rank": 0, "format__name": "bf16"},
+        ({"lora__dropout": 0.3, "algorithm__beta": 0.1}, False), ({"model__gradient_checkpointing": True}, True),
+        ({"optim__packing": "on"}, False), ({"lora__rank": 0, "format__name": "bf16"}, True),
     ],
-    ids=lambda changes: " ".join(changes),
 )  # fmt: skip
-@pytest.mark.parametrize("runs_out", [False, True])
 def test_a_measured_pass_reads_full_completions_and_leaves_nothing(
     tiny, build_policy, tmp_path: Path, changes: dict, runs_out: bool
 ) -> None:
@@ -307,8 +301,7 @@ PARTS = {  # what the passes could change
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [PARTS, {"lora__rank": 0, "format__name": "bf16", "optim__learning_rate": 1e-3}])
-def test_a_run_that_measured_is_the_run_of_the_number(new_runs, monkeypatch: pytest.MonkeyPatch, changes: dict) -> None:
+def test_a_run_that_measured_is_the_run_of_the_number(new_runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer and the passes are real; only the memory that they take is played."""
     sizes: list[int] = []
 
@@ -321,16 +314,14 @@ def test_a_run_that_measured_is_the_run_of_the_number(new_runs, monkeypatch: pyt
     monkeypatch.setattr(micro_batch, "peak_bytes", peak_bytes)
     monkeypatch.setattr(micro_batch, "budget_bytes", lambda *_: 45)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
-    measured, typed = new_runs(**changes), new_runs(**changes, optim__micro_batch_size=4)
+    measured, typed = new_runs(**PARTS), new_runs(**PARTS, optim__micro_batch_size=4)
     assert measured.run() == OK
     assert sizes == [1, 2, 4]
     assert measured.directory.environment()["micro_batch_size"] == 4
     assert typed.run() == OK
     assert len(sizes) == 3, "a number is measured too"
     assert lines_of(measured.directory.path) == lines_of(typed.directory.path)
-    for name in ("eval.parquet", "samples.jsonl", *(["adapter/adapter_model.safetensors"] if changes is PARTS else [])):
-        one, other = (runs.directory.path / name for runs in (measured, typed))
-        assert one.read_bytes() == other.read_bytes(), name
+    assert files_of(measured.directory.path) == files_of(typed.directory.path)
 
 
 def test_a_resumed_run_keeps_its_size_whatever_is_free_then(

@@ -146,11 +146,10 @@ def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, said
 
 
 @pytest.mark.parametrize("changes", [
-    {"algorithm__beta": 0.1},
-    {"aqn__schedule": "linear", "aqn__scope": "rollout_and_train"},
+    {"algorithm__beta": 0.1, "aqn__schedule": "linear", "aqn__scope": "rollout_and_train", "aqn__reading": "equation"},
     {"algorithm__name": "gspo", "algorithm__entropy_coef": 0.1, "algorithm__mask_truncated": True,
      "rollout__importance_correction": "in_ratio"},
-], ids=["kl", "noise", "gspo and a bonus"])  # fmt: skip
+], ids=["kl and noise", "gspo and a bonus"])  # fmt: skip
 def test_a_step_without_padding_is_the_step(changes: dict, tiny, build_policy, tmp_path: Path) -> None:
     """Sampled by the same engine, whose attention is the model's own."""
     found = []

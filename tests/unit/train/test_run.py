@@ -16,10 +16,10 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import run as run_module
-from qerl_lab.train.stop import Diverged, Interrupted, Stop
+from qerl_lab.train.stop import Interrupted, Stop
 from run_directories import claimed
 
-FAILURES = {"diverged": Diverged, "interrupted": Interrupted, "out of memory": RuntimeError}
+FAILURES = {"interrupted": Interrupted, "out of memory": RuntimeError}
 
 
 @pytest.fixture

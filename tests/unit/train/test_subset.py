@@ -99,20 +99,10 @@ def test_a_signal_within_an_evaluation_saves_the_step_and_the_run_goes_on_as_if_
         pd.testing.assert_frame_equal(rows, theirs[phase])
 
 
-@pytest.mark.parametrize("is_signal", [False, True], ids=["the engine dies", "a signal takes it along"])
-def test_an_engine_that_fails_within_an_evaluation_loses_no_step(watched: Path, new_runs, is_signal: bool) -> None:
-    runs, call = new_runs(eval__every=2), 5  # after before, step 0, and the steps 1 and 2: the evaluation of step 2
-
-    class Signalled(Stop):
-        @property
-        def requested(self) -> bool:
-            return is_signal and runs.plan.calls["generate"] == call
-
-    if is_signal:
-        assert runs.run(f"timeout@{call}", Signalled()) == INTERRUPTED
-    else:
-        with pytest.raises(EngineFailed, match=r"no answer in 0\.2 s\. 2 of 4 steps are saved\."):
-            runs.run(f"timeout@{call}")
+def test_an_engine_that_fails_within_an_evaluation_loses_no_step(watched: Path, new_runs) -> None:
+    runs = new_runs(eval__every=2)
+    with pytest.raises(EngineFailed, match=r"no answer in 0\.2 s\. 2 of 4 steps are saved\."):
+        runs.run("timeout@5")  # after before, step 0, and the steps 1 and 2: the evaluation of step 2
     assert [path.name for path in runs.directory.checkpoints.iterdir()] == ["step-000002"]
     assert runs.run() == OK
     same(runs.directory.path, watched)
