@@ -76,28 +76,27 @@ def test_so_they_do_at_every_scale_and_each_carries_the_names_of_its_files():
         check_arms(composed, scale)
 
 
-@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_option_states_only_what_differs_from_the_schema(path):
+def test_an_option_states_only_what_differs_from_the_schema():
     labels = {"experiment", "scale", "differs_in"}  # a scale and an arm always say their own name
-    for key, value in body(path).items():
-        assert key in DEFAULTS
-        assert key in labels or DEFAULTS[key] != value, f"{key}: {value} is the schema's default already"
-        assert not (value is False and isinstance(DEFAULTS[key], str)), f'{key}: write "off" with its quotes'
+    for path in OPTIONS:
+        for key, value in body(path).items():
+            assert key in DEFAULTS, path
+            assert key in labels or DEFAULTS[key] != value, f"{path}: {key}: {value} is the schema's default already"
+            assert not (value is False and isinstance(DEFAULTS[key], str)), f'{path}: {key}: "off" lacks its quotes'
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_a_scale_sets_no_key_that_an_option_of_a_group_sets(scale):
+def test_a_scale_sets_no_key_that_an_option_of_a_group_sets():
     """It picks options instead (override /lora: rank16): so that a group typed on the command line wins over it."""
     by_groups = {key for path in OPTIONS if path.parent.name not in ("experiment", "scale") for key in body(path)}
-    assert not by_groups & set(body(package_data("conf") / "scale" / f"{scale}.yaml"))
+    for scale in SCALES:
+        assert not by_groups & set(body(package_data("conf") / "scale" / f"{scale}.yaml")), scale
 
 
-@pytest.mark.parametrize("scale", ["pocket", "paper_bigmath_32b"])
-def test_the_command_line_wins_over_the_scale(scale):
-    line = ["model=qwen2_5_0_5b", "task=gsm8k", "lora=rank64", "optim=adamw", "steps=3", f"scale={scale}"]
+def test_the_command_line_wins_over_the_scale():
+    line = ["model=qwen2_5_0_5b", "task=gsm8k", "lora=rank64", "optim=adamw", "steps=3", "scale=paper_bigmath_32b"]
     cfg = make_plan(line, multirun=False).jobs[0].config
     assert (cfg.model.name, cfg.task.name, cfg.task.instruction) == ("qwen2_5_0_5b", "gsm8k", PAPER_INSTRUCTION)
-    assert (cfg.lora.rank, cfg.optim.name, cfg.steps, cfg.scale) == (64, "adamw", 3, scale)
+    assert (cfg.lora.rank, cfg.optim.name, cfg.steps, cfg.scale) == (64, "adamw", 3, "paper_bigmath_32b")
 
 
 def test_the_paper_scales_hold_table_4(composed):
@@ -122,12 +121,11 @@ def test_every_file_says_in_its_first_comment_what_it_is():
 def test_the_jobs_of_a_sweep_are_named_by_their_arms_and_seeds():
     narrow = make_plan(["+sweeps=weight_formats", "seed=7", "+experiment=nf4", "lora.rank=4"], multirun=False).jobs
     assert [(job.config.experiment, job.config.seed, job.config.lora.rank) for job in narrow] == [("nf4", 7, 4)]
-    plan = make_plan(["+sweeps=weight_formats", "seed=0,1"], multirun=False)
-    arms = [f"{name}{noise}" for name in ("bf16", "nf4", "mxfp4", "nvfp4") for noise in ("", "_aqn")]
-    names = [f"{n}-{arm}-seed{s}" for n, (arm, s) in enumerate(itertools.product(arms, range(2)))]
+    plan = make_plan(["+sweeps=weight_formats", "experiment=nf4,nvfp4_aqn", "seed=0,1"], multirun=False)
+    names = ["0-nf4-seed0", "1-nf4-seed1", "2-nvfp4_aqn-seed0", "3-nvfp4_aqn-seed1"]
     assert [job.run_dir.relative_to(plan.directory) for job in plan.jobs] == [Path(name) for name in names]
     assert plan.directory.parts[-4:-1] == ("runs", "sweeps", "weight_formats")
-    assert len({config_hash(job.config) for job in plan.jobs}) == 8  # the seeds of an arm share one
+    assert len({config_hash(job.config) for job in plan.jobs}) == 2  # the seeds of an arm share one
 
 
 @pytest.mark.parametrize(("name", "arms"), [
@@ -179,10 +177,7 @@ def test_what_does_not_make_another_arm_leaves_its_hash(words: list[str]):
     assert hash_of(*words) == hash_of("+experiment=nvfp4_aqn")
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["optim.learning_rate=0.5", "aqn.reading=equation", "steps=49", "eval.questions=128", "rollout.batch_size=8"],
-)
+@pytest.mark.parametrize("word", ["aqn.reading=equation", "eval.questions=128", "rollout.batch_size=8"])
 def test_what_makes_another_arm_changes_its_hash(word: str):
     assert hash_of("+experiment=nvfp4_aqn", word) != hash_of("+experiment=nvfp4_aqn")
 
@@ -211,7 +206,7 @@ def test_resolved_configurations_are_as_recorded(composed):
     assert GOLDEN["differences"](composed) == yaml.safe_load(GOLDEN["RECORD"].read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", choices_of("format"))
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
 def test_an_option_of_fp8_defines_no_arm_of_another_format(name: str) -> None:
     """It was added when runs of the others had been recorded."""
     cfg = make_plan([f"format={name}"], multirun=False).jobs[0].config
