@@ -26,8 +26,7 @@ def expected(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> Te
     return y + torch.cat([x @ a.t() @ b.t() for a, b in blocks], dim=1)
 
 
-@pytest.mark.parametrize("sizes", [[48], [40, 8, 8], [33, 7]], ids=str)
-@pytest.mark.parametrize("rank", [1, 3, 8])
+@pytest.mark.parametrize(("sizes", "rank"), [([48], 8), ([40, 8, 8], 1), ([33, 7], 3)])
 def test_each_part_gets_its_own_product_and_what_lies_between_rows_stays(sizes: list[int], rank: int) -> None:
     y, x, A, B = operands(sizes, rank)
     wide = torch.full((5, 100), 7.0)
@@ -44,8 +43,7 @@ def test_the_operation_is_what_it_says_to_torch() -> None:
     assert set(found.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "fp8"])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("name", "biased"), [("nvfp4", True), ("mxfp4", False), ("nf4", True), ("fp8", False)])
 def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, biased: bool) -> None:
     """The parts are of different sizes, and NVFP4 has a scale of the tensor for each."""
     sizes, columns, rank = [64, 32], 64, 4

@@ -37,7 +37,7 @@ def test_missing_groups_and_completions_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "logprobs", "sampling"),
-    [([4, 5], [-1.0], ALL), ([4], [-1.0, -2.0], ALL), ([4, 5], [], ALL), ([], [], NUCLEUS), ([4, 5], [-1.0], NUCLEUS)],
+    [([4, 5], [-1.0], ALL), ([4], [-1.0, -2.0], ALL), ([], [], NUCLEUS), ([4, 5], [-1.0], NUCLEUS)],
 )
 def test_a_completion_has_tokens_and_a_log_prob_for_each(
     ids: list[int], logprobs: list[float], sampling: Sampling

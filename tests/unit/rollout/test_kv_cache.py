@@ -13,7 +13,6 @@ QWEN_7B = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 
 @pytest.mark.parametrize(
     ("config", "element_bytes", "expected"),
     [
-        (QWEN_7B, 2, 2 * 28 * 4 * 128 * 2),
         (QWEN_7B, 1, 2 * 28 * 4 * 128),
         (QWEN_7B | {"head_dim": 64}, 2, 2 * 28 * 4 * 64 * 2),
         ({**QWEN_7B, "num_key_value_heads": None}, 2, 2 * 28 * 28 * 128 * 2),

@@ -146,12 +146,8 @@ def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy
         engine = build(rollout__vllm_server__url=gone.url)
     with pytest.raises(EngineFailed) as caught:
         engine.generate(PROMPTS, 2, SAMPLING)
-    for part in (gone.url, "tried for 1 s", "patience_seconds", "python -m qerl_lab.tools.serve_line"):
+    for part in (gone.url, "is away", "tried for 1 s", "patience_seconds", "python -m qerl_lab.tools.serve_line"):
         assert part in str(caught.value)
-    with pytest.raises(EngineFailed, match="is away"):
-        engine.sync(Noise(0.1, seed=0, step=1))
-    with pytest.raises(ConfigError, match="is away"):
-        build(rollout__vllm_server__url=gone.url)
 
 
 def test_a_rollout_has_a_time_limit(fake: FakeVllm, build) -> None:
