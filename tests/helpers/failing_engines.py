@@ -106,6 +106,17 @@ def install(words: str) -> Plan:
 
 
 @dataclass
+class StopWhen(Stop):
+    """A request to stop that is there while a condition holds."""
+
+    holds: Callable[[], bool] = lambda: False
+
+    @property
+    def requested(self) -> bool:
+        return self.holds()
+
+
+@dataclass
 class Runs:
     """Runs of one configuration in its directory, in this process; each call continues what the last one left."""
 

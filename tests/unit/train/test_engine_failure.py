@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from failing_engines import Runs
+from failing_engines import Runs, StopWhen
 from qerl_lab.record import checkpoint
 from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.system.exits import INTERRUPTED, OK
@@ -173,11 +173,5 @@ def test_nan_logits_in_an_evaluation_are_no_result(new_runs, changes, call: int,
 
 def test_an_engine_that_a_signal_kills_first_is_no_failure(new_runs) -> None:
     runs = new_runs(algorithm__dynamic_sampling=False, eval__questions=0)
-
-    class InStep2(Stop):
-        @property
-        def requested(self) -> bool:
-            return runs.plan.calls["generate"] == 2
-
-    assert runs.run("timeout@2", InStep2()) == INTERRUPTED
+    assert runs.run("timeout@2", StopWhen(holds=lambda: runs.plan.calls["generate"] == 2)) == INTERRUPTED
     assert [path.name for path in runs.directory.checkpoints.glob("*")] == ["step-000001"]

@@ -340,8 +340,8 @@ def test_a_resumed_run_keeps_its_size_whatever_is_free_then(
 
 def test_a_run_that_has_trained_no_step_chooses_anew(new_runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size that ran out of memory need not be the one that fits now."""
-    runs = new_runs()
-    with pytest.raises(EngineFailed, match="0 of 3 steps are saved"):
+    runs = new_runs(steps=1)
+    with pytest.raises(EngineFailed, match="0 of 1 steps are saved"):
         runs.run("die@1")
     monkeypatch.setattr(micro_batch, "ON_CPU", 2)
     assert runs.run() == OK

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from failing_engines import Runs
+from failing_engines import Runs, StopWhen
 from qerl_lab import tasks
 from qerl_lab.aqn import CLEAN, Noise, level, observed_std
 from qerl_lab.aqn.solver import Solution, adapt_sigma
@@ -23,7 +23,6 @@ from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train.noise_level import NoiseLevel, build_kl_measure, probe
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import sampling_settings
-from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 from qerl_lab.train.training_data import Cursor, select
 from ranks_as_threads import threads
@@ -124,16 +123,8 @@ def test_with_noise_in_the_trainer_too_every_update_of_a_step_has_the_noise_of_i
 @pytest.mark.parametrize("kind", ["kl", "adaptive"])
 def test_a_run_that_is_stopped_after_every_step_is_the_uninterrupted_one(finished, new_runs, kind: str) -> None:
     runs = new_runs(**(KL if kind == "kl" else ADAPTIVE))
-    for _ in range(3):
-
-        class AfterAStep(Stop):
-            """Asked for once a step has begun: before it, nothing is to be stopped."""
-
-            @property
-            def requested(self) -> bool:
-                return bool(runs.plan.asked)
-
-        assert runs.run(stop=AfterAStep()) == INTERRUPTED
+    for _ in range(3):  # once a step has begun: before it, nothing is to be stopped
+        assert runs.run(stop=StopWhen(holds=lambda: bool(runs.plan.asked))) == INTERRUPTED
     assert runs.run() == OK
     assert metrics_of(runs) == metrics_of(finished[kind])
     assert adapter(runs) == adapter(finished[kind])

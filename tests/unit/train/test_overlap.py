@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from failing_engines import StopWhen
 from fake_vllm import Answer, FakeVllm, refusal, running
 from qerl_lab.aqn import level
 from qerl_lab.config.schema import RunConfig
@@ -279,13 +280,7 @@ def test_a_stop_while_a_step_is_sampled_ahead_saves_the_trained_one(new_runs, mo
             collected.append(step)
 
     monkeypatch.setattr(ahead, "collect", collect_slowly)
-
-    class OnceStep3IsSampled(Stop):
-        @property
-        def requested(self) -> bool:
-            return runs.fake.step == 3
-
-    assert runs.run(OnceStep3IsSampled()) == INTERRUPTED
+    assert runs.run(StopWhen(holds=lambda: runs.fake.step == 3)) == INTERRUPTED
     assert collected == [2, 3]
     assert runs.saved == (2, sum(runs.of_steps("rollout/prompts_drawn")))
     runs.fake.step = 0
@@ -297,14 +292,8 @@ def test_a_stop_does_not_wait_for_a_step_that_nobody_wants(new_runs) -> None:
     """The server samples step 3 until it is told to abort."""
     runs = new_runs(**QUICK)
     runs.fake.before_sampling = lambda step: step < 3 or runs.fake.aborted.wait(60)
-
-    class OnceStep3IsSampled(Stop):
-        @property
-        def requested(self) -> bool:
-            return runs.fake.step == 3
-
     began = time.monotonic()
-    assert runs.run(OnceStep3IsSampled()) == INTERRUPTED
+    assert runs.run(StopWhen(holds=lambda: runs.fake.step == 3)) == INTERRUPTED
     assert time.monotonic() - began < 45
     assert runs.saved == (2, sum(runs.of_steps("rollout/prompts_drawn")))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sample-ahead")]
@@ -312,13 +301,7 @@ def test_a_stop_does_not_wait_for_a_step_that_nobody_wants(new_runs) -> None:
 
 def test_a_stop_begins_no_further_step(new_runs) -> None:
     runs = new_runs(**QUICK)
-
-    class InStep1(Stop):
-        @property
-        def requested(self) -> bool:
-            return runs.fake.step == 1
-
-    assert runs.run(InStep1()) == INTERRUPTED
+    assert runs.run(StopWhen(holds=lambda: runs.fake.step == 1)) == INTERRUPTED
     assert runs.saved[0] == 1
     assert runs.fake.step == 1
 
