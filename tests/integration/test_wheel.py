@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import qerl_lab
 from qerl_lab.report import claims, reference
 from qerl_lab.report.paper_curves import FIGURES
 
@@ -39,6 +40,8 @@ def test_the_wheel_is_what_is_imported(site: Path, tmp_path: Path) -> None:
     assert shown.stdout.split() == [str(site / "qerl_lab/config/conf_folder.py"), str(site / "qerl_lab/conf")]
     (entries,) = site.glob("qerl_lab-*.dist-info/entry_points.txt")
     assert "qerl-lab = qerl_lab.__main__:command" in entries.read_text()
+    script = "import sys; from qerl_lab.__main__ import command; sys.exit(command())"  # as pip writes it
+    assert python(site, tmp_path, "-c", script, "--version").stdout == f"qerl-lab {qerl_lab.__version__}\n"
     for name in ("tools/model_card.md.j2", "report/report.html.j2", "report/report.mplstyle"):
         assert (site / "qerl_lab" / name).is_file()
 

@@ -233,11 +233,14 @@ NOWHERE = (
 )
 
 
-def test_a_wrong_word_or_path_is_refused_and_help_printed_without_torch() -> None:
+def test_a_wrong_word_or_path_is_refused_help_printed_and_a_sweep_checked_without_torch() -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_grammar import COMMANDS, NOWHERE, Typed, main_of
+assert main_of(COMMANDS[0])(["+sweeps=weight_formats", "seed=0", "experiment=nf4", "dry_run=true"]) == 0
+heavy = {{"torch", "transformers", "mlflow", "trl", "datasets", "numpy", "pandas"}} & set(sys.modules)
+assert not heavy, heavy
 for command in COMMANDS:
     picked = [command.pick] if command.pick else []
     main_of(command)([*picked, "--help"]), main_of(command)([*picked, *command.right.split(), "no_such_key=1"])
