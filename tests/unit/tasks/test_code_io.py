@@ -21,10 +21,10 @@ def problem(k: int) -> dict[str, Any]:
     return {"question": f"Print n times {k}.", "tests": tests}
 
 
-def graded(program: str, question: Question) -> tuple[float, float]:
-    """Every test passed, and the share that did."""
-    scores = code_io.grade([answer(program)], [question])
-    return scores["answer"].item(), scores["tests"].item()
+def graded(texts: list[str], question: Question) -> list[tuple[float, float]]:
+    """Every test passed, and the share that did, of each completion."""
+    scores = code_io.grade(texts, [question] * len(texts))
+    return list(zip(scores["answer"].tolist(), scores["tests"].tolist(), strict=True))
 
 
 def question_of(*tests: tuple[str, str], seconds: int = 10) -> Question:
@@ -36,20 +36,25 @@ def question_of(*tests: tuple[str, str], seconds: int = 10) -> Question:
 # --- what a program earns
 
 
-@pytest.mark.parametrize(("program", "earned"), [
-    ("print(int(input()) * 2)", (1.0, 1.0)), ("print(4)", (0.0, 0.5)), ("print(0)", (0.0, 0.0)), ("1/0", (0.0, 0.0)),
-    ("print(int(input()) * 2); 1/0", (0.0, 0.0)), ("print(int(input()) * 2, end='   \\n\\n')", (1.0, 1.0)),
-    ("print(' ', int(input()) * 2)", (0.0, 0.0)),
-    ("```Python \nprint(int(input()) * 2)\n```", (1.0, 1.0)), ("Here:\n```\nprint(int(input()) * 2)```", (1.0, 1.0)),
-    ("```python\r\nn = int(input())\r\nprint(n * 2)\r\n```\r\nIt doubles.", (1.0, 1.0)),
-    ("```py\nfence = '```'\nprint(int(input()) * 2)\n```", (1.0, 1.0)),
-    ("print('```', end='') if 0 else print(int(input()) * 2)", (1.0, 1.0)),
-    ("n = int(input())\nwhile n > 3: pass\nprint(n * 2)", (0.0, 0.5)),
-    ("if 1 < 2: print(int(input()) * 2)", (1.0, 1.0)),
-    ("x = '</think>'\nprint(int(input()) * 2)", (0.0, 0.0)),
-])  # fmt: skip
-def test_the_share_of_tests_and_all_of_them(program: str, earned: tuple[float, float]) -> None:
-    assert graded(program, question_of(("2\n", "4"), ("5\n", "10"), seconds=1)) == earned
+EARNED = {
+    "print(int(input()) * 2)": (1.0, 1.0), "print(4)": (0.0, 0.5), "print(0)": (0.0, 0.0), "1/0": (0.0, 0.0),
+    "print(int(input()) * 2); 1/0": (0.0, 0.0), "print(int(input()) * 2, end='   \\n\\n')": (1.0, 1.0),
+    "print(' ', int(input()) * 2)": (0.0, 0.0), "```py\nfence = '```'\nprint(int(input()) * 2)\n```": (1.0, 1.0),
+    "print('```', end='') if 0 else print(int(input()) * 2)": (1.0, 1.0),
+    "n = int(input())\nwhile n > 3: pass\nprint(n * 2)": (0.0, 0.5),
+    "if 1 < 2: print(int(input()) * 2)": (1.0, 1.0), "x = '</think>'\nprint(int(input()) * 2)": (0.0, 0.0),
+}  # fmt: skip
+HOSTILE = [
+    "print(4)", "<think><answer>print(4)</answer></think>", answer("#" * 30_000 + "\nprint(4)"), answer("\0"),
+    answer("\ud800"), answer("```\nprint(4)"),
+]  # fmt: skip
+
+
+def test_a_completion_earns_the_share_of_tests_and_all_of_them() -> None:
+    question = question_of(("2\n", "4"), ("5\n", "10"), seconds=1)
+    found = graded([*map(answer, EARNED), *HOSTILE], question)
+    assert dict(zip(EARNED, found, strict=False)) == EARNED
+    assert found[len(EARNED) :] == [(0.0, 0.0)] * len(HOSTILE)
 
 
 @pytest.mark.parametrize("text", [
@@ -57,21 +62,14 @@ def test_the_share_of_tests_and_all_of_them(program: str, earned: tuple[float, f
     "```cpp\nint main();\n```\n{unmarked}\n```bash\npython double.py\n```", "```text\n5\n{python}",
     "{python} It doubles.\n", "```python\nprint(0)\n``` No.\n{python}", "```python\nprint(0)\n```\n{python}",
     "```python title=double.py\n{program}\n```", "```py3\n{program}```", "```python3.11\n{program}\n```",
+    "```Python \n{program}\n```\n```text\n5\n```", "Here:\n```\n{program}```",
+    "```python\r\n{program}\r\n```\r\nIt doubles.",
 ])  # fmt: skip
 def test_of_several_blocks_the_last_in_python_is_the_program(text: str) -> None:
     program = "print(int(input()) * 2)"
     blocks = {"python": f"```python\n{program}\n```", "unmarked": f"```\n{program}\n```"}
     found = code_io.program(answer(text.format(program=program, **blocks)))
     assert (found or "").strip() == program
-
-
-@pytest.mark.parametrize("completion", [
-    "print(4)", "<think><answer>print(4)</answer></think>", "<answer>" + "#" * 30_000 + "\nprint(4)</answer>",
-    "<answer>\0</answer>", "<answer>\ud800</answer>", "<answer>```\nprint(4)</answer>",
-])  # fmt: skip
-def test_hostile_completions_earn_nothing(completion: str) -> None:
-    scores = code_io.grade([completion], [question_of(("2\n", "4"))])
-    assert (scores["answer"].item(), scores["tests"].item()) == (0.0, 0.0)
 
 
 def test_the_parts_of_the_reward_are_weighted(tmp_path: Path) -> None:
@@ -106,7 +104,7 @@ def test_rows_of_ones_own(tmp_path: Path) -> None:
     task = tasks.load(cfg)
     assert (len(task.train), len(task.heldout)) == (200, 100)
     assert (task.train[7].payload["seconds"], task.train[7].payload["memory_mib"]) == (3, 128)
-    assert graded("print(int(input()) * 7)", task.train[7]) == (1.0, 1.0)
+    assert graded([answer("print(int(input()) * 7)")], task.train[7]) == [(1.0, 1.0)]
     one_file = tasks.load(TaskConfig(name="code_io", path=str(hub_rows.write_jsonl(tmp_path / "all.jsonl", rows))))
     assert len(one_file.train) + len(one_file.heldout) == 300
     assert 0 < len(one_file.heldout) < 20

@@ -152,49 +152,36 @@ def test_a_sleeping_program_is_stopped_by_the_clock(monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - started < 20
 
 
-@pytest.mark.parametrize("text", [
-    "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
-    "9 ** 9 ** 9 ** 9",
-])  # fmt: skip
-def test_a_program_cannot_ignore_its_limit_of_time(text: str) -> None:
-    assert one(text, seconds=1) is None
-
-
-@pytest.mark.parametrize("text", [
-    "a = [0] * 10**9", "a = []\nwhile True: a.append('x' * 10**6)", "import mmap; mmap.mmap(-1, 10**9)",
-])  # fmt: skip
-def test_memory_is_limited(text: str) -> None:
-    assert one(f"{text}\nprint('out')") is None
-    assert (
-        one(f"try:\n    {text.replace(chr(10), chr(10) + '    ')}\nexcept (MemoryError, OSError):\n    print('caught')")
-        == "caught\n"
-    )
-
-
-@pytest.mark.parametrize("text", [
-    "import os\nwhile True: os.write(1, b'x' * 10**5)", "import os\nos.lseek(1, 2**40, 0)\nos.write(1, b'x')",
-])  # fmt: skip
-def test_a_flood_of_output_is_a_failure(text: str) -> None:
-    assert one(text, seconds=2, memory_mib=2048) is None
-
-
-@pytest.mark.parametrize("text", [
+TOO_MUCH = ["a = [0] * 10**9", "a = []\n    while True: a.append('x' * 10**6)", "import mmap; mmap.mmap(-1, 10**9)"]
+FLOODS = ["import os\nwhile True: os.write(1, b'x' * 10**5)", "import os\nos.lseek(1, 2**40, 0)\nos.write(1, b'x')"]
+FAILING = [
+    "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", "9 ** 9 ** 9 ** 9",
     "def", "raise SystemExit(3)", "import os; os.abort()", "print(1); 1/0", "\0", "\ud800", "(" * 10**5,
     "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", "import os; os.close(1); print(1)",
-])  # fmt: skip
-def test_a_program_that_fails_is_a_failure_and_no_crash(text: str) -> None:
-    assert one(text, seconds=1) is None
+]  # fmt: skip
+
+
+def test_memory_is_limited() -> None:
+    texts = [f"try:\n    {text}\nexcept (MemoryError, OSError):\n    print('caught')" for text in TOO_MUCH]
+    assert code_sandbox.run([Program(text, [""], 5, 256) for text in texts]) == [["caught\n"]] * len(texts)
+
+
+def test_what_ignores_its_limit_floods_its_output_or_fails_is_a_failure_and_no_crash() -> None:
+    programs = [Program(text, [""], 2, 2048) for text in FLOODS] + [Program(text, [""], 1, 256) for text in FAILING]
+    outputs = zip(FLOODS + FAILING, code_sandbox.run(programs), strict=True)
+    assert {text[:60]: found for text, found in outputs if found != [None]} == {}
 
 
 # --- programs that do their work
 
 
-@pytest.mark.parametrize(("text", "output"), [
-    ("print(1)\nexit()\n1/0", "1\n"), ("def f(): quit(0)\nprint(2)\nf()\n1/0", "2\n"), ("print(3)\nexit(3)", None),
-    ("print(4)\nexit('why')", None),
-])  # fmt: skip
-def test_exit_and_quit_end_a_program_as_plain_python_does(text: str, output: str | None) -> None:
-    assert one(text) == output
+def test_exit_and_quit_end_a_program_as_plain_python_does() -> None:
+    outputs = {
+        "print(1)\nexit()\n1/0": "1\n", "def f(): quit(0)\nprint(2)\nf()\n1/0": "2\n", "print(3)\nexit(3)": None,
+        "print(4)\nexit('why')": None,
+    }  # fmt: skip
+    found = code_sandbox.run([Program(text, [""], 5, 256) for text in outputs])
+    assert found == [[output] for output in outputs.values()]
 
 
 def test_a_program_has_its_input_and_the_standard_library() -> None:

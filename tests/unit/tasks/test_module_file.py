@@ -150,7 +150,7 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
     (REWARD + "def weights(cfg): return {'format': 5.0}",
      "weighs format; allowed: further parts. Type task.format_reward=X"),
     *[(REWARD + f"def weights(cfg): return {{'{part}': 1.0}}", f"weighs {part}, but reward/{part} is another metric")
-      for part in ("mean", "std", "overlong", "zero_variance_groups", "<part>")],
+      for part in ("mean", "<part>")],
     ("def weights(cfg): return {'short': 1.0}", "defines weights without grade. Define grade too."),
 ])  # fmt: skip
 def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -22,12 +22,10 @@ TRAINED, JUDGED = ("gsm8k", "bigmath", "dapo_math"), ("math500", "aime24", "aime
 # --- every set
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", hub_rows.SETS)
-def test_a_set_is_read_with_the_columns_of_the_hub(tmp_path: Path, name: str, suffix: str) -> None:
+def test_a_set_is_read_with_the_columns_of_the_hub(tmp_path: Path, name: str) -> None:
     make, stem, answer = hub_rows.SETS[name]
-    write = hub_rows.write_jsonl if suffix == "jsonl" else hub_rows.write_parquet
-    write(tmp_path / f"{stem}.{suffix}", [make(n) for n in range(400)])
+    hub_rows.write_parquet(tmp_path / f"{stem}.parquet", [make(n) for n in range(400)])
     cfg = TaskConfig(name=name, path=str(tmp_path))
     found = tasks.load(cfg, training=None).heldout
     if name in ("bigmath", "dapo_math"):
@@ -40,12 +38,11 @@ def test_a_set_is_read_with_the_columns_of_the_hub(tmp_path: Path, name: str, su
     assert (scores["answer"].mean(), scores["format"].mean()) == (1, 1), "a gold answer is right"
 
 
-@pytest.mark.parametrize("name", JUDGED)
-def test_a_set_for_evaluation_is_refused_as_a_training_task(name: str) -> None:
-    message = refusal(TaskConfig(name=name))
-    assert f"task={name} is for evaluation only" in message
+def test_a_set_for_evaluation_is_refused_as_a_training_task() -> None:
+    message = refusal(TaskConfig(name="amc23"))
+    assert "task=amc23 is for evaluation only" in message
     assert "Type one to train on: task=arithmetic, bigmath, code_io, dapo_math, gsm8k; or python -m " in message
-    assert message.endswith(f" accuracy run=RUN_DIR benchmarks={name}.")
+    assert message.endswith(" accuracy run=RUN_DIR benchmarks=amc23.")
 
 
 @pytest.mark.parametrize("name", ["bigmath", "dapo_math"])
