@@ -65,9 +65,8 @@ def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory) -> No
     assert run.overrides() == TYPED.words
 
 
-@pytest.mark.parametrize("name", ["token", "password", "secret", "API_KEY"])
-def test_an_instruction_that_looks_like_a_secret_leaves_a_record_that_can_be_read(tmp_path: Path, name: str) -> None:
-    run, word = RunDirectory(tmp_path / "run"), f'task.instruction=End with the {name}: "#### n" and the number.'
+def test_an_instruction_that_looks_like_a_secret_leaves_a_record_that_can_be_read(tmp_path: Path) -> None:
+    run, word = RunDirectory(tmp_path / "run"), 'task.instruction=End with the token: "#### n" and the number.'
     run.claim(RunConfig(), Typed(shlex.join(["lab", word]), [word], "a/b"))
     assert run.overrides() == [word.replace("####", "***")]
     run.begin()

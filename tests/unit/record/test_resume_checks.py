@@ -80,7 +80,7 @@ def test_other_questions_than_a_run_began_with_are_refused(run_dir: Path, role: 
         run.refuse_other_data(data | {f"{role}_questions": 3, f"{role}_sha256": "c" * 64})
 
 
-@pytest.mark.parametrize("line", range(1, 82, 7))
+@pytest.mark.parametrize("line", [1, 8, 22])  # below a node, between two nodes, before a value
 def test_a_configuration_that_was_cut_off_is_refused_at_any_line(run_dir: Path, line: int) -> None:
     path = run_dir / "resolved.yaml"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:line]))
