@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import queue_file
 from qerl_lab.tools.queue import PlanOptions, plan
-from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Part, Planned, Queue
+from qerl_lab.tools.queue_file import COLUMNS, DONE, Planned, Queue
+
+pytestmark = pytest.mark.usefixtures("composed_once")
 
 FILE = Path(__file__).parents[3] / "results" / "qwen1_5b" / "queue.yaml"
 TWO_PARTS = """
@@ -22,22 +23,6 @@ parts:
   - {name: formats, lines: ["+experiment=bf16,nvfp4"], seeds: [0, 1]}
   - {name: rates, lines: ["+experiment=bf16 optim.learning_rate=1e-3,1e-2"], seeds: [0, 1]}
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def composed_once() -> Iterator[None]:
-    """The runs of the same part, words and further words are composed once in this file: seven take a second."""
-    compose, known = queue_file._runs_of_part, dict[str, list[Planned]]()
-
-    def compose_or_copy(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
-        key = repr((part, words, extra))
-        if key not in known:
-            known[key] = compose(part, words, extra)
-        return [replace(one) for one in known[key]]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue_file, "_runs_of_part", compose_or_copy)
-        yield
 
 
 @pytest.fixture
@@ -66,14 +51,6 @@ def test_runs_stand_in_order_seed_by_seed_and_each_once(queue: Queue) -> None:
         ("rates", "bf16", 0, 1e-2), ("rates", "bf16", 1, 1e-2),
     ]  # fmt: skip
     assert all(f"seed={one.seed}" in one.words for one in queue.runs)
-
-
-@pytest.mark.parametrize(
-    ("states", "is_left"), [((), True), ((FAILED,), True), ((FAILED, FAILED), False), ((FAILED, DONE), False)]
-)
-def test_a_failed_run_is_planned_once_more(queue: Queue, states: tuple[str, ...], is_left: bool) -> None:
-    attempts = [(0, state, "9", "0 of 0") for state in states]
-    assert (queue.runs[0] in with_rows(queue, *attempts).left()) == is_left
 
 
 SHARED = """
@@ -164,14 +141,6 @@ def test_what_counts_waits_for_a_whole_preregistration(queue: Queue) -> None:
     queue.refuse_unregistered(counting)
 
 
-def test_what_is_no_queue_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "queue.yaml"
-    for text in ("parts: [{name: a, lines: [x], seed: 0}]", "words: []", "parts: [{name: a, lines: ['format=int3']}]"):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=r"queue|int3"):
-            queue_file.read(file)
-
-
 @pytest.mark.slow
 def test_the_queue_of_qwen_composes() -> None:
     runs: list[Planned] = list(queue_file.read(FILE).runs)
@@ -248,6 +217,9 @@ def test_a_part_that_the_queue_lacks_is_refused(part: str, hint: str, queue: Que
 
 @pytest.mark.parametrize(("text", "said"), [
     ("", "the file is empty; write parts: ..."), ("parts: {}", "the file: parts={} is no list"),
+    ("words: []", "the file lacks parts"),
+    ("parts: [{name: a, lines: [x], seed: 0}]", "part a has seed, which is none of"),
+    ("parts: [{name: a, lines: ['format=int3']}]", "part a, line `format=int3`: format=int3 is not"),
     ("{words: [1], parts: []}", "words=[1] is no list of texts; write for example words: "),
     ("{seconds: soon, parts: []}", "the file: seconds soon is no number above 0"),
     ("parts: [1]", "part 1 is no mapping; write name: ..., lines: ..."),

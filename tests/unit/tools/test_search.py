@@ -176,7 +176,6 @@ def test_a_search_for_accuracy_needs_questions() -> None:
     (["lora.rank=16..64"], "lora.rank takes none"),
     (["+experiment=nvfp4_aqn", *RANGES, "aqn.sigma_start=0.1..0.2"], "aqn.sigma_start is given 2 times"),
     (["optim.learning_rate=1e-4..1e-2", "+experiment=bf16,nvfp4"], "a search takes one arm"),
-    (["optim.learning_rate=1e-4..1e-2", "+sweeps=weight_formats"], "a search takes one arm"),
 ])  # fmt: skip
 def test_what_cannot_be_searched_is_told(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
