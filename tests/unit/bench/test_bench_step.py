@@ -46,9 +46,11 @@ def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
     )
 
 
-def test_a_row_has_the_micro_batch_of_its_arm(tmp_path: Path) -> None:
-    (row,) = one_arm.rows_of(job(tmp_path, f"{LAB} optim.micro_batch_size=2", options(steps=1)))
+def test_an_arm_may_have_its_own_micro_batch_and_adapters_on_fewer_layers(tmp_path: Path) -> None:
+    own = "optim.micro_batch_size=2 lora.target_modules=[q_proj,v_proj]"
+    (row,) = one_arm.rows_of(job(tmp_path, f"{LAB} {own}", options(steps=1)))
     assert row["micro_batch"] == 2
+    assert row["grad_norm"] > 0
 
 
 def test_an_arm_of_trl_samples_all_completions_whatever_its_micro_batch(
@@ -61,11 +63,6 @@ def test_an_arm_of_trl_samples_all_completions_whatever_its_micro_batch(
     fewer = job(tmp_path / "other", f"{TRL} gradient_accumulation_steps=1 steps_per_generation=1", options(steps=1))
     with pytest.raises(RuntimeError, match="a step samples 4 completions and trains 4, not 8"):
         list(one_arm.rows_of(fewer))
-
-
-def test_an_arm_may_have_adapters_on_fewer_layers(tmp_path: Path) -> None:
-    (row,) = one_arm.rows_of(job(tmp_path, f"{LAB} lora.target_modules=[q_proj,v_proj]", options(steps=1)))
-    assert row["grad_norm"] > 0
 
 
 def test_the_policy_of_a_row_is_its_base_whatever_the_rank(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from qerl_lab.quantize.quantize_options import QuantizeOptions
 
 CPU = torch.device("cpu")
 FORMATS = list(BY_NAME)
-PACKED = [name for name in FORMATS if name != "bf16"]
+PACKED = ["nvfp4", "nf4"]  # one of each library's layout
 
 
 def written(folder: Path, name: str, mean_tokens: float = 0, **changes: object) -> Path:
