@@ -48,12 +48,6 @@ def test_each_seed_is_raw_and_the_mean_has_the_interval_of_its_seeds() -> None:
     assert (at_one.min(), at_one.max()) == (pytest.approx(low), pytest.approx(high))
 
 
-def test_the_band_is_the_interval_of_every_column() -> None:
-    values = np.random.default_rng(0).normal(size=(5, 7))
-    expected = [over_seeds(column[:, None]) for column in values.T]
-    np.testing.assert_allclose(np.array(band_over_seeds(values)).T, expected)
-
-
 def test_one_seed_has_its_line_alone() -> None:
     (axis,) = draw(points(["bf16"], seeds=1), REWARD, curves.CLOCK, None).axes
     assert (len(axis.lines), len(axis.collections)) == (1, 0)

@@ -80,7 +80,6 @@ def test_questions_that_differ_by_less_than_the_rest_add_nothing() -> None:
 
 SHARES = {  # standard deviations over seeds, over questions, of the rest
     "as measured": (0.02, 0.3, 0.4), "seeds": (0.2, 0.1, 0.3), "questions": (0.0, 0.4, 0.1), "rest": (0.0, 0.0, 0.5),
-    "all alike": (0.025, 0.4, 0.4),
 }  # fmt: skip
 
 
@@ -100,7 +99,7 @@ def test_over_seeds_covers_the_truth_as_often_as_it_says(seeds: int, shares: str
 # --- of a share
 
 
-@pytest.mark.parametrize(("right", "of"), [(0, 5), (5, 5), (1, 8), (77, 100), (999, 1319)])
+@pytest.mark.parametrize(("right", "of"), [(0, 5), (5, 5), (77, 100)])
 def test_a_share_of_single_samples_has_wilson_s_interval(right: int, of: int) -> None:
     found = binomtest(right, of).proportion_ci(method="wilson")
     values = np.repeat([1.0, 0.0], [right, of - right])

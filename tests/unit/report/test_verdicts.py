@@ -9,10 +9,8 @@ import pandas as pd
 import pytest
 from scipy.stats import t
 
-from qerl_lab.aqn import level
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.schema import AqnConfig
 from qerl_lab.report.claims import Claim, Guardrail, of_paper
 from qerl_lab.report.effects import find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
@@ -264,13 +262,6 @@ def test_measures_of_a_curve() -> None:
         steps([slow], [flat])
     worse = replace(flat, settings=slow.settings | {"optim.learning_rate": "0.1"})
     assert steps([slow], [slow, worse, worse]).loc[0, "run"] == 3  # the rise is that at the control's best rate
-
-
-def test_the_first_tenth_of_the_steps_is_not_said_to_be_without_noise() -> None:
-    """In the released code's schedule of ten stages it is; other schedules begin with noise."""
-    noisy = AqnConfig(schedule="exponential", reading="equation")
-    assert all(level(noisy, step, 60) > 0 for step in range(1, 7))
-    assert "noise" not in MEASURES["entropy_first"].meaning
 
 
 def test_one_lucky_first_batch_is_no_half_of_the_rise() -> None:
