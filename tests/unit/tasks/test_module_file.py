@@ -14,7 +14,7 @@ from qerl_lab.config.arm import config_hash, settings_of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import module_hash, with_absolute_paths
 from qerl_lab.config.schema import RunConfig, TaskConfig
-from qerl_lab.tasks import Question, arithmetic
+from qerl_lab.tasks import Question
 
 DOCS = Path(__file__).parents[3] / "docs" / "tasks.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -105,13 +105,6 @@ def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.Monkey
 
 
 # --- the contract
-
-
-def test_a_file_with_grade_alone_is_another_reward_on_the_same_questions(tmp_path: Path) -> None:
-    task = load(tmp_path, REWARD)
-    assert task.train == arithmetic.train(TaskConfig(train_questions=50))
-    scores = task.grade(["so 7", "8"], [Question("", "?", "7")] * 2)
-    assert scores["answer"].tolist() == [1.0, 0.0]
 
 
 def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) -> None:
