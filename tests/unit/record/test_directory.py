@@ -96,6 +96,7 @@ def test_two_processes_never_get_the_same_directory(tmp_path: Path) -> None:
         (INTERRUPTED, INTERRUPTED, "interrupted", None),
         (-signal.SIGTERM, INTERRUPTED, "interrupted", None),
         (-signal.SIGKILL, FAILURE, "failed", "Killed: signal 9 (SIGKILL) ended the process, as the system does"),
+        (-signal.SIGSEGV, FAILURE, "failed", "Killed: signal 11 (Segmentation fault) ended the process"),
         (USAGE, FAILURE, "failed", "NoRecord: the process ended with status 2"),
         (OK, FAILURE, "failed", "NoRecord: the process ended with status 0"),
     ],
