@@ -123,7 +123,10 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         axis.set_ylim(0.5 - tallest, 0.5)
     for axis in axes.flat[len(claims) :]:
         axis.set_axis_off()
-    figure.legend(handles=_marks_of_effects(measured), loc="outside lower left", ncols=3)
+    marks = _marks_of_effects(measured)
+    columns = 3 if across > 1 else 1  # one panel is narrower than two entries of the legend
+    figure.set_figheight(size[1] + (0.2 * (len(marks) - 1) if columns == 1 else 0))
+    figure.legend(handles=marks, loc="outside lower left", ncols=columns)
     return figure
 
 

@@ -148,6 +148,17 @@ def test_a_format_that_was_deleted_after_its_runs_is_the_last_of_the_formats(
     assert list(formats) == ["nvfp4", "bf16"]
 
 
+@pytest.mark.parametrize("panels", [1, 2])
+def test_the_legend_of_effects_is_as_narrow_as_the_figure(found: Comparison, panels: int) -> None:
+    rows = [row for row in verdicts.judge(found.counted, found.runs) if row.numbers]
+    claims = list(dict.fromkeys(row.claim.name for row in rows))[:panels]
+    figure = diagnostics.draw_effects([row for row in rows if row.claim.name in claims])
+    assert sum(axis.axison for axis in figure.axes) == panels
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+
+
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
     ((title, formats),) = curves.group_formats(found).items()
     assert (title, formats) == ("", {"bf16": "bf16", "nvfp4": "nvfp4"})
