@@ -107,7 +107,9 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
         word for word in _typed_words(cfg.hydra.overrides.hydra) if word.lstrip("+").startswith("hydra.sweep.")
     ]
     if of_sweeps:
-        raise ConfigError(f"{of_sweeps[0]} is for sweeps, and this command runs one job. Leave it out.")
+        raise ConfigError(
+            f"{of_sweeps[0]} is for sweeps, and this command runs one job. Leave it out, or add -m for a sweep of one."
+        )
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(typed))])
     usual = f"runs/{job.config.experiment}/seed{job.config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(job.config.run_dir or usual).expanduser().absolute()
