@@ -19,7 +19,7 @@ from qerl_lab.system.terminal import by_numbers, columns, format_path, python_co
 ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
 EXAMPLES = (
     ("python -m qerl_lab +experiment=nvfp4_aqn", "the main job: two CPU cores, two to four minutes"),
-    ("python -m qerl_lab +experiment=nvfp4_aqn scale=paper_gsm8k_7b", "the paper's run on GSM8K"),
+    ("python -m qerl_lab +experiment=nvfp4_aqn scale=paper_gsm8k_7b rollout=vllm", "the paper's run on GSM8K"),
     ("python -m qerl_lab +experiment=nvfp4 lora=rank64 optim.learning_rate=3e-5 seed=1", "groups and keys"),
     (
         "python -m qerl_lab +experiment=nvfp4 scale=custom task=gsm8k model.path=DIR",
