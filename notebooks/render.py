@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
 from traitlets.config import Config
 
-from qerl_lab.report.palette import in_64_colors
+from qerl_lab.report.palette import with_fewer_colors
 
 HERE = Path(__file__).resolve().parent
 PAGES = HERE.parent / "docs" / "notebooks"
@@ -52,7 +52,7 @@ def write(notebook: Path) -> None:
     shutil.rmtree(files, ignore_errors=True)
     for name, data in resources["outputs"].items():
         (PAGES / name).parent.mkdir(parents=True, exist_ok=True)
-        (PAGES / name).write_bytes(in_64_colors(data) if name.endswith(".png") else data)
+        (PAGES / name).write_bytes(with_fewer_colors(data) if name.endswith(".png") else data)
     text = text.replace("](../", "](../../")  # what the notebook links to, from a folder further down; and its pages
     text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))

@@ -1,5 +1,6 @@
 """Curves of arms: what is drawn of seeds, mean and interval, by step and by time, and how arms are told apart."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image, ImageColor
 
 from qerl_lab.report import comparison, curves, palette, paper_curves
 from qerl_lab.report.stats import band_over_seeds, over_seeds
@@ -120,6 +122,20 @@ def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
     assert shades[0] == palette.FORMATS["nvfp4"]
     assert len(set(shades)) == 3
     assert not set(shades[1:]) & set(palette.FORMATS.values())
+
+
+def test_a_png_keeps_the_color_of_each_line() -> None:
+    colors, steps = [*palette.FORMATS.values(), *palette.OTHERS], np.arange(60)
+    with palette.styled():
+        figure, axis = palette.plt.subplots()
+        for number, line_color in enumerate(colors):
+            wave = number + 3 * np.sin(steps / (number + 2))
+            axis.plot(steps, wave, color=line_color)
+            axis.fill_between(steps, wave - 1, wave + 1, color=line_color, alpha=0.15, linewidth=0)
+    image = Image.open(io.BytesIO(palette.png(figure)))
+    pixels = {rgb for _, rgb in image.convert("RGB").getcolors()}
+    assert {ImageColor.getrgb(line_color) for line_color in colors} <= pixels
+    assert image.mode == "P"
 
 
 def test_an_interval_of_shares_is_cut_at_what_they_can_be() -> None:
