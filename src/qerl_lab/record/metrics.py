@@ -121,7 +121,7 @@ METRICS: dict[str, Metric] = {
         "nats",
         "mean abs(sampler - trainer) log-prob with the engine's norms on both sides, over the tokens of "
         "aqn.probe_prompts completions (all completions without noise): what remains is the engine's arithmetic, or "
-        "a bug; absent if rollout/staleness is 1",
+        "a bug; absent if rollout/staleness is 1 or aqn.probe_prompts is 0",
     ),
     "sampler/kernel_gap_max": Metric("nats", "largest single difference in sampler/kernel_gap_mean"),
     "rollout/tokens_per_second": Metric(
@@ -189,7 +189,8 @@ METRICS: dict[str, Metric] = {
     "noise/kl_nats": Metric(
         "nats",
         "KL of the policy with the engine's norms from the policy with clean norms, mean per token of "
-        "aqn.probe_prompts completions; 0 without computation if the engine's norms are clean",
+        "aqn.probe_prompts completions; 0 without computation if the engine's norms are clean; absent if "
+        "aqn.probe_prompts is 0",
     ),
     "memory/rss_gib": Metric("GiB", "largest resident memory of the run's process so far"),
     "memory/gpu_peak_gib": Metric(
