@@ -1,4 +1,4 @@
-"""The quantize command on a GPU writes what it writes on a CPU, and measures the models there."""
+"""The quantize command on a GPU writes what it writes on a CPU."""
 
 import json
 from pathlib import Path
@@ -19,6 +19,3 @@ def test_the_bytes_do_not_depend_on_the_device(tmp_path: Path, weight_format: st
     assert files[0] == files[1]
     cpu, cuda = (json.loads((tmp_path / device / "quality.json").read_text()) for device in ("cpu", "cuda"))
     assert cuda["sqnr_db"]["layers"] == pytest.approx(cpu["sqnr_db"]["layers"], abs=1e-3)
-    assert (cuda["kl"]["device"], cuda["kl"]["dtype"]) == ("cuda", "bfloat16")
-    # bfloat16 alone is some 5e-5 nats, more than half of FP8's KL in float32
-    assert cuda["kl"]["nats_per_token"] == pytest.approx(cpu["kl"]["nats_per_token"], rel=0.3, abs=1e-4)

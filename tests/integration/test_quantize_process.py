@@ -23,7 +23,7 @@ from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import write_dense
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
-WORDS = ["model=model", "format=nvfp4", "quality=weights", "shard_gb=2e-5", "out=out"]
+WORDS = ["model=model", "format=nvfp4", "shard_gb=2e-5", "out=out"]
 AMID_WEIGHTS = "qerl_lab.quantize.rtn", "output_tensors", 12
 
 
@@ -64,13 +64,6 @@ def test_the_embedded_policy_becomes_a_checkpoint_with_its_quality_beside_it(tmp
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     report = json.loads((tmp_path / "checkpoint" / "quality.json").read_text())
-    kl = report["kl"]
-    assert (
-        f"{kl['nats_per_token']:.5f} +- {kl['standard_error']:.5f} nats per token over {kl['tokens']} tokens"
-        in done.stdout
-    )
-    assert 0.0002 < kl["nats_per_token"] < 0.01  # 0.0008 on these few tokens, 0.0009 on many
-    assert abs(kl["entropy_original"] - 0.28) < 0.03
     assert 20 < report["sqnr_db"]["all"] < 21
     assert 4.5 < report["bits_per_weight"]["quantized"] < 4.51
     assert report["environment"]["packages"]["torch"] == torch.__version__

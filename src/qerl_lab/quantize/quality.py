@@ -1,7 +1,6 @@
-"""Measure a quantized checkpoint: bits, sizes, SQNR of every layer, and KL to the original model.
+"""Measure a quantized checkpoint: bits, sizes and SQNR of every layer.
 
-All methods are measured the same way, from the files: weights tensor by tensor, then both models one after the other on
-the same text. docs/quantize.md describes `quality.json`.
+All methods are measured the same way, tensor by tensor from the files. docs/quantize.md describes `quality.json`.
 """
 
 import math
@@ -19,14 +18,12 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.evaluate.weight_error import decibels, stored_weight
 from qerl_lab.formats.format import Format
 from qerl_lab.model.weight_files import WeightFiles, lab_records
-from qerl_lab.quantize import divergence
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.environment import environment
-from qerl_lab.report import plots
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file, strict_json
 
-SCHEMA = 1
+SCHEMA = 2  # 1 also had `kl`
 LOWEST = 5  # layers named in the table
 
 
@@ -45,7 +42,7 @@ def measure(
 ) -> dict[str, Any]:
     """Compare the checkpoint in `folder` with the dense model in `source`; return the content of quality.json.
 
-    Writes quality.json and sqnr.png to `folder`. `linears` are the names of the packed Linears.
+    Writes quality.json to `folder`. `linears` are the names of the packed Linears.
     """
     started = time.time()
     dense, packed, fit_scales = WeightFiles(source), WeightFiles(folder), options.method == "awq"
@@ -71,11 +68,8 @@ def measure(
             "quantized": sum(layer.bytes for layer in layers) * 8 / in_linears, "model": after * 8 / count,
         },
         "sqnr_db": sqnr_summary(layers) | {"scales_fitted": fit_scales},
-        "kl": divergence.compare(options, source, folder, count, device) if options.quality == "full" else None,
     }  # fmt: skip
     result |= {"device": device.type, "seconds": round(time.time() - started, 1), "environment": environment()}
-    title = f"{Path(options.model).name}, {options.format} by {options.method}"
-    plots.save_sqnr(result["sqnr_db"]["layers"], title, folder / "sqnr.png")
     replace_file(folder / QUALITY, strict_json(result))
     return result
 
@@ -127,13 +121,4 @@ def table(options: QuantizeOptions, result: dict[str, Any]) -> str:
         ("SQNR", f"{decibel(levels['all'])} over all weights{fitted}; the lowest:"),
         *((f"  {decibel(layer['db'])}", layer["layer"]) for layer in levels["lowest"]),
     ]
-    kl = result["kl"]
-    if kl is None or "skipped" in kl:
-        rows.append(("KL, entropy", f"not measured: {kl['skipped'] if kl else 'quality=weights'}"))
-    else:
-        error = "" if kl["standard_error"] is None else f" +- {kl['standard_error']:.5f}"
-        rows += [
-            ("KL to the original", f"{kl['nats_per_token']:.5f}{error} nats per token over {kl['tokens']} tokens"),
-            ("entropy", f"{kl['entropy_original']:.4f} -> {kl['entropy_quantized']:.4f} nats per token"),
-        ]
     return terminal.aligned(rows)

@@ -34,7 +34,7 @@ from qerl_lab.record.partial import Unfinished
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file
 
-NOT_IDENTITY = ("model", "revision", "out", "quality", "overwrite", "device")
+NOT_IDENTITY = ("model", "revision", "out", "overwrite", "device")
 
 
 class Source(NamedTuple):
@@ -72,8 +72,17 @@ def run(options: QuantizeOptions) -> None:
         result = quality.measure(options, source.folder, source.packed, unfinished.folder, device)
         unfinished.finish()
     print(quality.table(options, result))
-    print(f"checkpoint:  {terminal.format_path(options.folder)}  ({QUALITY}, sqnr.png)")
-    print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_overrides(options))}")
+    command = f"{terminal.python_command()} -m qerl_lab"
+    print(f"checkpoint:  {terminal.format_path(options.folder)}  ({QUALITY})")
+    print(f"measure it:  {command}.evaluate entropy {shell_line(measuring_options(options))}")
+    print(f"train on it: {command} {shell_line(training_overrides(options))}")
+
+
+def measuring_options(options: QuantizeOptions) -> list[str]:
+    """Return the options (`key=value`) of `evaluate entropy` that measure the checkpoint's KL to its original model."""
+    folder = terminal.format_path(options.folder)
+    given = {"model": options.model, "revision": options.revision, "checkpoints": folder}
+    return [hydra_override(key, value) for key, value in given.items() if value is not None]
 
 
 def training_overrides(options: QuantizeOptions) -> list[str]:

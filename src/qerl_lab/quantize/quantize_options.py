@@ -50,11 +50,6 @@ class QuantizeOptions(Writes):
     samples: int = option(256, "awq, gptq: calibration sequences (paper: 256)", at_least=1)
     tokens: int = option(2048, "awq, gptq: tokens of each (paper: 2048)", at_least=1)
     seed: int = option(0, "awq, gptq: seeds the choice of calibration texts", at_least=0)
-    quality: str = option(
-        "full",
-        "what quality.json measures: full, or weights (no KL and entropy, so that no model is run)",
-        choices=("full", "weights"),
-    )
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
     def format_config(self) -> FormatConfig:

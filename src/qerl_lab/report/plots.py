@@ -1,8 +1,6 @@
 """Figures of one run, of quantization errors, and of weight formats beside noise (evaluate/format_effects.py)."""
 
-import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -50,30 +48,6 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
         axis.yaxis.set_major_formatter(format_tick)
         axis.legend(loc="upper left", ncols=len(lines))
     add_title(figure, title)
-    path.write_bytes(png(figure))
-
-
-@styled()
-def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
-    """Plot the signal-to-quantization-noise ratio of every quantized Linear by layer to the PNG file `path`.
-
-    `layers` maps the name of a Linear to its ratio in dB, None if it is lossless. There is a line per kind of Linear,
-    such as q_proj.
-    """
-    numbers = {name: int(found[1]) for name in layers if (found := re.search(r"\.(\d+)\.", name))}
-    behind = max(numbers.values(), default=-1) + 1  # position of an lm_head
-    kinds: dict[str, list[tuple[int, float]]] = {}
-    for name, level in layers.items():
-        point = (numbers.get(name, behind), math.nan if level is None else level)
-        kinds.setdefault(name.rpartition(".")[2], []).append(point)
-    figure, axis = plt.subplots(figsize=(9, 4.5))
-    for (kind, points), marker in zip(kinds.items(), itertools.cycle(MARKS)):
-        axis.plot(*zip(*sorted(points), strict=True), marker=marker, lw=1.2, label=kind)
-    low, high = axis.get_ylim()
-    limits = min(low, (low + high) / 2 - 1), max(high, (low + high) / 2 + 1)  # 2 dB at least: less is no pattern
-    axis.set(title=title, xlabel="layer", ylabel="SQNR (dB)", ylim=limits)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside right upper")
     path.write_bytes(png(figure))
 
 

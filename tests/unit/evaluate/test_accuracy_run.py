@@ -228,7 +228,7 @@ def test_questions_that_are_too_long_are_counted(capsys, tmp_path) -> None:
 def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     packed = tmp_path / "packed"
-    assert quantize.main(["model=pocket", "format=mxfp4", "quality=weights", "device=cpu", f"out={packed}"]) == 0
+    assert quantize.main(["model=pocket", "format=mxfp4", "device=cpu", f"out={packed}"]) == 0
     words = [f"model={packed}", "benchmarks=arithmetic", "questions=2", "samples=1", "max_completion_tokens=4"]
     assert go(*words) == 0
     out, (folder,) = capsys.readouterr().out, (tmp_path / "evaluations" / "packed").iterdir()

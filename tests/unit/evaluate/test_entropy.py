@@ -60,7 +60,7 @@ def test_forking_tokens_are_the_fifth_with_the_highest_entropy() -> None:
 def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tmp_path: Path, capsys) -> None:
     """And the parts of a change add up: by scale is what ideal scales leave."""
     packed = tmp_path / "packed"
-    assert quantize.main(["model=pocket", "format=mxfp4", "quality=weights", "device=cpu", f"out={packed}"]) == 0
+    assert quantize.main(["model=pocket", "format=mxfp4", "device=cpu", f"out={packed}"]) == 0
     out = tmp_path / "out"
     assert evaluate.main(["entropy", "formats=mxfp4", f"checkpoints={packed}", f"out={out}", *SMALL]) == 0
     rows = json.loads((out / "entropy.json").read_text())["rows"]
@@ -107,7 +107,7 @@ def test_a_model_whose_logits_are_not_finite_is_null(tmp_path: Path, monkeypatch
 ])  # fmt: skip
 def test_a_checkpoint_is_named_by_its_own_record(tmp_path: Path, words: str, name: str, unrecorded: str) -> None:
     packed = tmp_path / "packed"
-    line = ["model=pocket", *words.split(), "quality=weights", "device=cpu", f"out={packed}"]
+    line = ["model=pocket", *words.split(), "device=cpu", f"out={packed}"]
     assert quantize.main(line) == 0
     (arm,) = entropy.arms_to_measure(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == name

@@ -16,7 +16,7 @@ from small_checkpoints import write_dense
 
 
 def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert quantize.main(["model=pocket", "quality=weights", "device=cpu", f"out={tmp_path / 'packed'}"]) == 0
+    assert quantize.main(["model=pocket", "device=cpu", f"out={tmp_path / 'packed'}"]) == 0
     capsys.readouterr()
     shutil.copytree(ASSETS, tmp_path / "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
     for name, message in (("packed", "is packed; allowed: the dense model"), ("wordless", "holds no tokenizer")):

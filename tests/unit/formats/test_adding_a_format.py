@@ -113,7 +113,7 @@ def test_a_run_packs_a_dense_model_in_it_and_trains_adapters_on_it() -> None:
 
 
 def test_the_quantize_command_writes_it_and_a_run_loads_what_was_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert quantize.main(["model=dense", "format=int4", "out=out", "quality=weights", "device=cpu"]) == 0
+    assert quantize.main(["model=dense", "format=int4", "out=out", "device=cpu"]) == 0
     printed = capsys.readouterr().out
     assert "4.500 where quantized" in printed
     words = shlex.split(printed.splitlines()[-1].split("-m qerl_lab ")[1])

@@ -72,7 +72,7 @@ def test_the_bytes_do_not_depend_on_what_the_model_computes_in(
     if weight_format == FOUR_OVER_SIX:  # test_rtn.py has the other formats, without a rule that is typed
         words = [f"{key}={str(value).lower()}" for key, value in asdict(weight_format).items()]
         out = tmp_path / "packed"
-        command = [f"model={checkpoint}", f"format={weight_format.NAME}", f"out={out}", "quality=weights", "device=cpu"]
+        command = [f"model={checkpoint}", f"format={weight_format.NAME}", f"out={out}", "device=cpu"]
         assert quantize.main([*command, *words]) == 0
         files = WeightFiles(out)
         assert_same(in_float32, {key: files.tensor(key) for key in in_float32})

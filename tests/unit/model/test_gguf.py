@@ -229,7 +229,7 @@ def test_vllm_reads_the_unpacked_directory_itself(file: Path, tiny: Callable[...
 
 
 def test_the_quantize_command_takes_it_and_keeps_what_the_file_was(file: Path, tmp_path: Path) -> None:
-    options = QuantizeOptions(model=str(file), out=str(tmp_path / "out"), device="cpu", quality="weights")
+    options = QuantizeOptions(model=str(file), out=str(tmp_path / "out"), device="cpu")
     check_quantize(options)
     quantize(options)
     about = json.loads((tmp_path / "out" / QUALITY).read_text())["began_from"][UNPACKED]

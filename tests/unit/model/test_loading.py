@@ -264,7 +264,7 @@ def test_a_run_that_asks_for_another_packing_is_told_what_to_type(
 def test_a_run_says_the_rule_of_its_checkpoint(tmp_path: Path, tiny) -> None:
     """The quantize command noted it; of others' checkpoints nothing is claimed."""
     out = tmp_path / "packed"
-    words = ["model=pocket", "format=mxfp4", "exponent_rule=floor", "quality=weights", "device=cpu", f"out={out}"]
+    words = ["model=pocket", "format=mxfp4", "exponent_rule=floor", "device=cpu", f"out={out}"]
     assert quantize.main(words) == 0
     cfg = tiny(model__path=str(out), format__name="mxfp4")
     for check in (policy.load_base, lambda cfg, _: on_disk.check(out, cfg)):  # the latter before anything starts

@@ -13,7 +13,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from packed_layers import tiny_model
 from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.grammar import parse_options
 from qerl_lab.config.option import ConfigError
+from qerl_lab.evaluate.evaluate_options import EntropyOptions
 from qerl_lab.model import policy
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
@@ -50,7 +52,7 @@ def tree(folder: str) -> dict[str, bytes]:
 
 
 def run(*words: str) -> int:
-    return quantize.main(["quality=weights", *words])
+    return quantize.main(list(words))
 
 
 def refused(capsys, *words: str, code: int = 2) -> str:
@@ -160,7 +162,7 @@ def test_everything_that_belongs_to_a_model_is_there_and_only_that(here, model):
     weights = sorted(name for name in out if name.endswith(".safetensors"))
     copied = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "LICENSE", "chat_template.jinja",
               "generation_config.json"}  # fmt: skip
-    own = {"config.json", "model.safetensors.index.json", "quality.json", "sqnr.png"}
+    own = {"config.json", "model.safetensors.index.json", "quality.json"}
     assert len(weights) > 2
     assert out.keys() == copied | own | set(weights)
     assert {name: out[name] for name in copied} == {name: source[name] for name in copied}
@@ -184,10 +186,12 @@ def test_no_other_command_takes_the_copy_of_a_model_for_its_own(here, model):
 
 
 def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, model, capsys):
-    """The last line of the command is a command that the main one accepts, and that loads the checkpoint."""
+    """The last lines of the command are commands that are accepted: one measures the checkpoint, one trains on it."""
     assert run(model, "out='out, 2'", "format=nf4", "ignore=[lm_head,v_proj]", "double_quant=false") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    words = shlex.split(last.split("-m qerl_lab ")[1])
+    *_, measure, train = capsys.readouterr().out.splitlines()
+    options = parse_options(EntropyOptions, shlex.split(measure.split("-m qerl_lab.evaluate entropy ")[1]))
+    assert (options.model, options.checkpoints) == ("model", ["out, 2"])
+    words = shlex.split(train.split("-m qerl_lab ")[1])
     assert "format.double_quant=false" in words
     plan = make_plan(words, multirun=False)
     loaded, _ = policy.load_base(plan.jobs[0].config, torch.device("cpu"))

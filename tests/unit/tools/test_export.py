@@ -150,7 +150,7 @@ def test_the_card_s_line_makes_the_very_base_of_the_run(
     """With the rule and the layers of the run, and none of a base that is packed already."""
     own, packed = shutil.copytree(ASSETS, tmp_path / "own"), tmp_path / "packed"
     words = [f"model={own}", "format=nvfp4", "scale_rule=four_over_six", "ignore=[lm_head,down_proj]"]
-    assert quantize.main([*words, "quality=weights", "device=cpu", f"out={packed}"]) == 0
+    assert quantize.main([*words, "device=cpu", f"out={packed}"]) == 0
     how = {"format__name": "nvfp4", "format__scale_rule": "four_over_six", "format__ignore": ["lm_head", "down_proj"]}
     record = RunDirectory(runs["nvfp4"][0])
     said = card(ExportOptions(out="mine"), tiny(model__path=str(own), **how), record)
@@ -168,7 +168,7 @@ def test_the_card_s_code_loads_the_adapter_on_the_packed_base(
 ) -> None:
     """PEFT cannot adapt layers that compressed-tensors keeps packed, so the card has them dequantized."""
     own, packed = shutil.copytree(ASSETS, tmp_path / "own"), tmp_path / "packed"
-    words = [f"model={own}", "format=mxfp4", "quality=weights", "device=cpu", f"out={packed}"]
+    words = [f"model={own}", "format=mxfp4", "device=cpu", f"out={packed}"]
     assert quantize.main(words) == 0
     learner = finished(tmp_path / "run", tiny(format__name="mxfp4", model__path=str(own)), build_policy)
     made = exported(tmp_path / "mine", tmp_path / "run")
