@@ -38,6 +38,7 @@ from qerl_lab.system import terminal
 from qerl_lab.system.disk import make_directory, replace_file, strict_json
 
 ABOUT = "entropy.json"
+SCHEMA = 2  # 1 also had rows for parts of the weight error
 
 
 class Arm(NamedTuple):
@@ -97,22 +98,21 @@ def run(options: EntropyOptions) -> None:
     arms = list(arms_to_measure(options))
     texts = sample_texts(options, device)
     print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
-    rows = [{"arm": "dense", "part": "", **estimates(texts.entropies_T, texts)}]
+    rows = [{"arm": "dense", **estimates(texts.entropies_T, texts)}]
     with terminal.Amount("models", len(arms), unit="model") as bar:
         for arm in arms:
-            rows += measure_arm(options, arm, texts, folder)
+            rows.append(measure_arm(arm, texts, folder))
             bar.advance(1)
     about = {
-        "schema": 1, "options": asdict(options), "completions": len(texts.pairs), "tokens": len(texts.states),
+        "schema": SCHEMA, "options": asdict(options), "completions": len(texts.pairs), "tokens": len(texts.states),
         "rows": rows, "environment": environment(),
     }  # fmt: skip
     replace_file(out / ABOUT, strict_json(about))
     from qerl_lab.report import plots  # matplotlib takes a second
 
     changes = {row_name(row): row["entropy_change"] for row in rows[1:]}
-    shares = {row_name(row): row["weight_error"]["parts"] for row in rows if "weight_error" in row}
     intervals = {name: (change["mean"], change["low"], change["high"]) for name, change in changes.items()}
-    plots.save_entropy(intervals, {name: parts for name, parts in shares.items() if parts}, out / "entropy.png")
+    plots.save_entropy(intervals, out / "entropy.png")
     print(f"\n{table(rows)}\n\nwritten: {terminal.format_path(out)}  ({ABOUT}, entropy.png)")
 
 
@@ -174,12 +174,10 @@ def run_config(options: EntropyOptions, name: str) -> RunConfig:
     return cfg
 
 
-def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -> list[dict[str, Any]]:
-    """Measure entropy, KL and weight error of a packed model; return a row of the results, with rows for error parts.
+def measure_arm(arm: Arm, texts: Texts, folder: Path) -> dict[str, Any]:
+    """Measure entropy, KL and weight error of a packed model; return its row of the results.
 
-    For round to nearest, `options.parts` adds the rows `grid`, `dead` and `grid and dead`: the dense model in `folder`
-    plus that part of the rounding error (see `weight_error`). `grid and dead` equals the format with exact block
-    scales. So the rest of the entropy change is due to rounded scales; this difference is the row `scale`.
+    `folder` holds the dense model.
     """
     device = texts.states.device
     model, _ = policy.load_base(arm.cfg, device)
@@ -189,34 +187,10 @@ def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -
     linears = packable(loading.empty_model(config, torch.float32), arm.cfg.format.ignore)
     dense, packed = WeightFiles(folder), None if arm.folder is None else WeightFiles(arm.folder)
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
-    row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
+    row = {"arm": arm.name, **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
     if arm.folder is not None:
         row["checkpoint"] = terminal.format_path(arm.folder)
-    row["weight_error"] = weight_error.sum_errors(errors)
-    if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
-        return [row]
-    return [row, *_measure_error_parts(options, arm, texts, dense, linears, entropies_T)]
-
-
-def _measure_error_parts(
-    options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, linears: list[str], packed_T: Tensor
-) -> list[dict[str, Any]]:
-    """Measure the dense model plus parts of the rounding error of `arm`; return a row per part, and the row `scale`.
-
-    `dense` holds the weights of the dense model, `linears` the names of the packed Linears, `packed_T` the entropies of
-    the arm.
-    """
-    device, rows = texts.states.device, list[dict[str, Any]]()
-    model, _ = policy.load_base(run_config(options, DENSE_FORMAT), device)
-    for part in ("grid", "dead", "grid and dead"):
-        for layer in weight_error.layers(arm.weight_format, dense, None, linears, device):
-            added = {"grid": layer.grid, "dead": layer.dead}
-            weight = model.get_parameter(f"{layer.name}.weight")
-            weight.data.copy_(layer.weight + sum(added[name] for name in part.split(" and ")))
-        entropies_T, kl_T = compare_to_dense(model, texts)
-        about = {"arm": arm.name, "part": part}
-        rows.append(about | estimates(entropies_T, texts) | {"kl": mean_and_interval(kl_T, texts)})
-    return [*rows, {"arm": arm.name, "part": "scale", "entropy_change": mean_change(packed_T - entropies_T, texts)}]
+    return row | {"weight_error": weight_error.sum_errors(errors)}
 
 
 def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tensor]:
@@ -274,25 +248,23 @@ def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Inter
 
 
 def row_name(row: dict[str, Any]) -> str:
-    """Return the name of a row of the results: model and part, for a checkpoint also its directory."""
-    part = f", by {row['part']}" if row["part"] else ""
-    return row["arm"] + part + (f" in {row['checkpoint']}" if "checkpoint" in row else "")
+    """Return the name of a row of the results: the model, for a checkpoint also its directory."""
+    return row["arm"] + (f" in {row['checkpoint']}" if "checkpoint" in row else "")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format the rows as the printed table: one line per model, and below it one per part of its weight error."""
-    head = ["weights", "entropy", "forking", "rest", "change, 95% interval", "p", "KL to dense", "error"]
-    lines = [[*head, *weight_error.PARTS]]
+    """Format the rows as the printed table: one line per model, the dense one first."""
+    lines = [["weights", "entropy", "forking", "rest", "change, 95% interval", "p", "KL to dense", "error"]]
     for row in rows:
-        cells = [f"  by {row['part']}" if row["part"] else row_name(row)]
-        means = (row["entropy"]["mean"], row["entropy_forking"], row["entropy_rest"]) if "entropy" in row else ()
-        cells += [f"{mean:.4f}" for mean in means] or [""] * 3
+        means = (row["entropy"]["mean"], row["entropy_forking"], row["entropy_rest"])
+        cells = [row_name(row), *(f"{mean:.4f}" for mean in means)]
         if row["arm"] != "dense":
             found = row["entropy_change"]
-            cells += [f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"]
-            cells += [f"{found['p']:.3f}" if found["p"] >= 0.001 else f"{found['p']:.0g}"]
-            cells += [f"{row['kl']['mean']:.5f}" if "kl" in row else ""]
-        if error := row.get("weight_error"):
-            cells += [f"{error['relative']:.5f}", *(f"{share:+.0%}" for share in (error["parts"] or {}).values())]
+            cells += [
+                f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]",
+                f"{found['p']:.3f}" if found["p"] >= 0.001 else f"{found['p']:.0g}",
+                f"{row['kl']['mean']:.5f}",
+                f"{row['weight_error']['relative']:.5f}",
+            ]
         lines.append(cells + [""] * (len(lines[0]) - len(cells)))
     return terminal.columns(lines)

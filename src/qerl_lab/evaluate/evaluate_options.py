@@ -143,7 +143,6 @@ class EntropyOptions:
     questions: int = option(64, "how many of its first questions", at_least=2)
     max_completion_tokens: int = option(128, "longest completion that the dense model samples", at_least=1)
     seed: int = option(0, "seeds that sampling", at_least=0, at_most=2**32 - 1)
-    parts: bool = option(True, "also measure dense weights plus each single part of rtn's error: which part does what")
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     batch_size: int = option(32, "texts in one forward pass", at_least=1)
     out: str | None = option(None, "directory to write; null is one below evaluations/ for these options")

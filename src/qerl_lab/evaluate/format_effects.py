@@ -51,20 +51,17 @@ def rounded(weight_format: Format, weight: Tensor) -> Tensor:
 def errors(weight_formats: Iterable[Format], weight: Tensor, inputs: Tensor) -> pd.DataFrame:
     """Tabulate errors of y = x W^T by format: W is `weight[N, K]`, x is `inputs[T, K]`; W', y' are after quantization.
 
-    Columns: bits per weight; weight error |W' - W| / |W|; output error |y' - y| / |y|; and `grid`, `dead` and `scale`,
-    the shares of the squared weight error (evaluate/weight_error.py), NaN if `Format.ideal` returns None.
+    Columns: bits per weight; weight error |W' - W| / |W|; output error |y' - y| / |y|.
     """
     weight, rows = weight.float(), []
     exact = inputs @ weight.t()
     for weight_format in weight_formats:
         nearest = rounded(weight_format, weight)
-        whole = weight_error.LayerError("", weight, weight_format.ideal(weight), nearest, nearest)
-        total = weight_error.sum_errors([whole])
+        squared = weight_error.sum_of_squares(nearest - weight) / weight_error.sum_of_squares(weight)
         rows.append({
             "format": weight_format.NAME, "bits": weight_format.bits_per_weight,
-            "weight error": math.sqrt(total["relative"]),
+            "weight error": math.sqrt(squared),
             "output error": ((inputs @ nearest.t() - exact).norm() / exact.norm()).item(),
-            **{part: (total["parts"] or {}).get(part, math.nan) for part in ("grid", "dead", "scale")},
         })  # fmt: skip
     return pd.DataFrame(rows).set_index("format")
 

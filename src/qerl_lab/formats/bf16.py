@@ -28,10 +28,6 @@ class Bf16(Format):
         """Return the weight `[N, K]` in `dtype`; exact in bfloat16 and float32."""
         return packed["weight"].to(dtype).reshape(shape)
 
-    def ideal(self, weight: Tensor) -> Tensor:
-        """Round the weight to bfloat16 and return it in float32; bf16 has no block scales."""
-        return weight.to(torch.bfloat16).float()
-
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return shape and dtype of the only tensor, `weight`."""
         return {"weight": (shape, torch.bfloat16)}

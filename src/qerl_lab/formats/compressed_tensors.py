@@ -10,9 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from qerl_lab.formats import e2m1
 from qerl_lab.formats.format import Format, Layout, PackedAs, layers, unsupported_entry
 
 # The output layer of a causal LM. It has no parent module, and other tools look for the plain name.
@@ -39,18 +37,6 @@ class CompressedTensors(Format):
         Not counted are 4 bytes per tensor in NVFP4, and 2 bytes per row in FP8.
         """
         return self.BITS + (8 / self.BLOCK if self.BLOCK else 0.0)
-
-    def ideal(self, weight: Tensor) -> Tensor:
-        """Round `weight[N, K]` as if block scales were stored without rounding; return float32 `[N, K]`.
-
-        The values are E2M1, the scale of a block maps its maximum to 6. The rest of a format's error is of its scales.
-        """
-        assert self.BLOCK is not None
-        blocks = weight.float().unflatten(1, (-1, self.BLOCK))
-        scale = blocks.abs().amax(-1, keepdim=True) / e2m1.MAX
-        exact = torch.where(scale > 0, blocks / scale, 0.0)
-        rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32)
-        return (rounded.view_as(blocks) * scale).flatten(1)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return shape and dtype of the tensors of codes and of block scales, by name."""

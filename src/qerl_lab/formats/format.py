@@ -75,13 +75,6 @@ class Format(ABC):
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack the tensors that `quantize` returned to a weight of `shape` [N, K], rounded once to `dtype`."""
 
-    def ideal(self, weight: Tensor) -> Tensor | None:
-        """Round `weight[N, K]` to the format's values as if its scales were not rounded; return float32 `[N, K]`.
-
-        None if the format does not define it; evaluate/weight_error.py then does not split the error into parts.
-        """
-        return None
-
     @abstractmethod
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return shape and dtype, by name, of each tensor that `quantize` makes of a weight of `shape` [N, K]."""

@@ -62,15 +62,6 @@ class Fp8(CompressedTensors):
         """Unpack the weight `[N, K]`: each value times the scale of its row, exact in float32, else rounded once."""
         return packed["weight"].to(dtype).mul_(packed["weight_scale"])
 
-    def ideal(self, weight: Tensor) -> Tensor:
-        """Round `weight[N, K]` to E4M3 values times exact row scales, which map each row's maximum to 448.
-
-        Returns float32 `[N, K]`.
-        """
-        weight = weight.float()
-        scale = weight.abs().amax(1, keepdim=True) / E4M3_MAX
-        return _round(torch.where(scale > 0, weight / scale, 0.0)).float() * scale
-
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return shape and dtype of `weight` (values) and `weight_scale` (a scale per row), by name."""
         return {"weight": (shape, torch.float8_e4m3fn), "weight_scale": ((shape[0], 1), self.SCALE_DTYPE)}

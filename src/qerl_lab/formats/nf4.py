@@ -11,7 +11,7 @@ imported on first use.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,12 +78,6 @@ class Nf4(Format):
         for dtype, own in states.items():
             own.dtype = dtype
         return Decoder(lambda dtype: dequantize_4bit(codes, states[dtype]).reshape(shape))
-
-    def ideal(self, weight: Tensor) -> Tensor:
-        """Round a weight to NF4 with exact float32 scales and dequantize it: float32 `[N, K]`."""
-        single = replace(self, double_quant=False)
-        shape = (weight.shape[0], weight.shape[1])
-        return single.dequantize(single.quantize(weight), shape, torch.float32)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return shape and dtype of each tensor of a packed weight, by name: codes, block scales, tables, header."""

@@ -1,4 +1,4 @@
-"""Figures of one run, of quantization errors, and of weight formats beside noise (evaluate/format_effects.py)."""
+"""Figures of one run, of entropy by weight format, and of formats beside noise (evaluate/format_effects.py)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_lab.report import palette
-from qerl_lab.report.palette import add_legend_below, add_title, format_tick, png, styled
+from qerl_lab.report.palette import add_title, format_tick, png, styled
 
 MARKS = "osD^v<>"
 PANELS = (  # title, y label, (metric, label) for each line
@@ -52,32 +52,20 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
 
 
 @styled()
-def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, dict[str, float]], path: Path) -> None:
+def save_entropy(arms: dict[str, tuple[float, float, float]], path: Path) -> None:
     """Plot entropy by arm, minus the entropy of the dense model, to the PNG file `path`.
 
-    `arms` maps an arm to (mean, low, high) of the difference in nats per token. A second panel splits the squared error
-    of an arm's weights into parts: `shares` maps an arm, where known, to part -> share of the error. A share is below 0
-    where a part cancels others.
+    `arms` maps an arm to (mean, low, high) of the difference in nats per token.
     """
-    names = list(arms)
-    size = (11, 1.6 + 0.34 * len(names))
-    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, width_ratios=(3, 2))
-    for row, (mean, low, high) in enumerate(arms.values()):
-        shade = palette.color(names[row].partition(" ")[0])
-        left.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=shade)
-    left.axvline(0, color="gray", lw=0.8)
-    left.margins(x=0.05)
-    left.set(title="Entropy minus the dense model's", xlabel="nats per token, 95% interval over prompts")
-    parts = pd.DataFrame.from_dict(shares, orient="index").reindex(names).fillna(0.0)
-    colors = {part: f"C{number}" for number, part in enumerate(parts)}
-    shown = parts.loc[:, parts.any()]
-    if not shown.empty:
-        shown.plot.barh(stacked=True, ax=right, color=colors, width=0.6, legend=False)
-    left.set_yticks(range(len(names)), names)
-    left.minorticks_off()  # pandas sets them between bars
-    left.set_ylim(len(names) - 0.5, -0.5)
-    right.set(title="Parts of the weights' error", xlabel="share of the squared error")
-    add_legend_below(figure)
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.34 * len(arms)))
+    for row, (name, (mean, low, high)) in enumerate(arms.items()):
+        shade = palette.color(name.partition(" ")[0])
+        axis.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=shade)
+    axis.axvline(0, color="gray", lw=0.8)
+    axis.margins(x=0.05)
+    axis.set_yticks(range(len(arms)), list(arms))
+    axis.set_ylim(len(arms) - 0.5, -0.5)
+    axis.set(title="Entropy minus the dense model's", xlabel="nats per token, 95% interval over prompts")
     path.write_bytes(png(figure))
 
 

@@ -58,19 +58,15 @@ def test_forking_tokens_are_the_fifth_with_the_highest_entropy() -> None:
 
 
 def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tmp_path: Path, capsys) -> None:
-    """And the parts of a change add up: by scale is what ideal scales leave."""
     packed = tmp_path / "packed"
     assert quantize.main(["model=pocket", "format=mxfp4", "device=cpu", f"out={packed}"]) == 0
     out = tmp_path / "out"
     assert evaluate.main(["entropy", "formats=mxfp4", f"checkpoints={packed}", f"out={out}", *SMALL]) == 0
     rows = json.loads((out / "entropy.json").read_text())["rows"]
-    by_part = {row["part"]: row["entropy_change"]["mean"] for row in rows if row["arm"] == "mxfp4 rtn" and row["part"]}
-    dense, loaded, read = (row for row in rows if not row["part"])
+    dense, loaded, read = rows
     assert [row["arm"] for row in (dense, loaded, read)] == ["dense", "mxfp4 rtn", "mxfp4 rtn"]
     for key in ("entropy", "entropy_change", "kl", "weight_error"):
         assert loaded[key] == read[key]
-    assert list(by_part) == ["grid", "dead", "grid and dead", "scale"]
-    assert by_part["grid and dead"] + by_part["scale"] == pytest.approx(loaded["entropy_change"]["mean"])
     assert loaded["entropy"]["mean"] - dense["entropy"]["mean"] == pytest.approx(loaded["entropy_change"]["mean"])
     assert loaded["kl"]["mean"] > 1e-4
     assert loaded["entropy_rest"] < loaded["entropy"]["mean"] < loaded["entropy_forking"]
@@ -80,7 +76,6 @@ def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tm
     assert f"\nmxfp4 rtn in {packed} " in table
     assert "8 completions of arithmetic, " in table
     assert "sampling 8 completions of at most " in table
-    assert "  by grid and dead" in table
 
 
 def test_a_model_whose_logits_are_not_finite_is_null(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -91,14 +86,14 @@ def test_a_model_whose_logits_are_not_finite_is_null(tmp_path: Path, monkeypatch
         return torch.full_like(entropies_T, math.nan), torch.full_like(kl_T, math.inf)
 
     monkeypatch.setattr(entropy, "compare_to_dense", compared)
-    assert evaluate.main(["entropy", "formats=mxfp4", "parts=false", f"out={tmp_path}", *SMALL]) == 0
+    assert evaluate.main(["entropy", "formats=mxfp4", f"out={tmp_path}", *SMALL]) == 0
     dense, arm = json.loads((tmp_path / "entropy.json").read_text(), parse_constant=pytest.fail)["rows"]
     unknown = dict.fromkeys(("mean", "low", "high"))
     assert (arm["entropy"], arm["entropy_change"], arm["kl"]) == (unknown, unknown | {"p": None}, unknown)
     assert dense["entropy"]["mean"] > 0
     assert arm["weight_error"]["relative"] > 0
     printed = capsys.readouterr().out
-    assert re.search(r"\nmxfp4 rtn( +nan){3} +\+nan \[\+nan, \+nan\] +nan +inf +0\.\d+ ", printed)
+    assert re.search(r"\nmxfp4 rtn( +nan){3} +\+nan \[\+nan, \+nan\] +nan +inf +0\.\d+\n", printed)
 
 
 @pytest.mark.parametrize(("words", "name", "unrecorded"), [
@@ -125,7 +120,7 @@ def test_each_configuration_has_its_own_directory() -> None:
 
 
 def test_results_are_replaced_only_when_told(tmp_path: Path, capsys) -> None:
-    words = ["entropy", "parts=false", f"out={tmp_path}", *SMALL, "formats=nf4"]
+    words = ["entropy", f"out={tmp_path}", *SMALL, "formats=nf4"]
     (tmp_path / "entropy.json").write_text("earlier")
     assert evaluate.main(words) == 2
     told = f"error: out={tmp_path} holds results. Type another out, or overwrite=true to replace them.\n"
