@@ -65,9 +65,9 @@ def entropy(options: EntropyOptions) -> None:
 def sigma(options: SigmaOptions) -> None:
     """Print KL(quantized || BF16) of each weight format and KL(noisy || BF16) of each sigma, to compare them.
 
-    Raises ConfigError for a model that cannot be measured, and if both `sigmas` and `kls` are empty.
+    Raises ConfigError for a model that cannot be measured, and if `sigmas` is empty.
     """
-    if not options.sigmas and not options.kls:
+    if not options.sigmas:
         raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
     check_model(options.model)
     with terminal.quiet_imports():
@@ -119,7 +119,6 @@ COMMANDS: dict[str, Command[Any]] = {
         examples=(
             (f"{LINE} sigma model=pocket", "the embedded policy"),
             (f"{LINE} sigma model=DIR sigmas=[0.005,0.01]", "which sigma is as much noise as a format, on your model"),
-            (f"{LINE} sigma sigmas=[] kls=[0.003]", "the sigma whose KL is 0.003 nats"),
         ),
         alone=True,
     ),

@@ -153,5 +153,4 @@ class EntropyOptions:
 class SigmaOptions:
     model: str = option(POCKET, "dense model that samples: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     sigmas: list[float] = option([0.02, 0.05, 0.1, 0.15, 0.2, 0.3], "standard deviations of the noise", above=0)
-    kls: list[float] = option([], "KLs in nats per token, for each of which the sigma is found", above=0)
     relative: bool = option(False, "sigma is in units of each norm's own root mean square, as with aqn.relative")

@@ -1,14 +1,13 @@
 """Find the sigma of AQN that is as much noise as a weight format.
 
-Prints KL(quantized || BF16) of each format, KL(noisy || clean) of each sigma on the BF16 base, and the sigma for each
-requested KL. All are in nats per token, over the same sampled completions. Noise with the same KL as a format disturbs
-the policy as much as quantization does: `scale=pocket` takes its `aqn.sigma_start` from here.
+Prints KL(quantized || BF16) of each format and KL(noisy || clean) of each sigma on the BF16 base, in nats per token,
+over the same sampled completions. Noise with the same KL as a format disturbs the policy as much as quantization does:
+`scale=pocket` takes its `aqn.sigma_start` from here.
 """
 
 import sys
 
 from qerl_lab.aqn import Noise
-from qerl_lab.aqn.solver import solve
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig
 from qerl_lab.config.spelling import spell_list
@@ -25,7 +24,7 @@ QUESTIONS, DRAWS = 64, 8
 
 
 def run(options: SigmaOptions) -> None:
-    """Print the KL of each format and of each of `options.sigmas`, and the sigma for each of `options.kls`.
+    """Print the KL of each format and of each of `options.sigmas`.
 
     Raises ConfigError if the model cannot be loaded, is packed, or has no norm that can get noise.
     """
@@ -47,19 +46,10 @@ def run(options: SigmaOptions) -> None:
         model, _ = policy.load_base(run_config(texts_options, name), device)
         found = kl.mean(compare_to_dense(model, texts)[1], texts.lengths)
         print(f"format {name:6}  KL to bf16   {found.nats:.5f} +- {found.standard_error:.5f} nats")
-
-    def kl_of_draws(sigma: float) -> list[float]:
-        """Return the KL of each of DRAWS noise draws with this sigma."""
-        draws = [Noise(sigma, seed=0, step=step, relative=options.relative) for step in range(1, DRAWS + 1)]
-        return [with_noise(texts, draw)[1].mean().item() for draw in draws]
-
-    if options.sigmas:
-        said = f"{len(options.sigmas)} sigmas of {DRAWS} draws, each about as long as format bf16"
-        print(said, file=sys.stderr, flush=True)
+    said = f"{len(options.sigmas)} sigmas of {DRAWS} draws, each about as long as format bf16"
+    print(said, file=sys.stderr, flush=True)
     for sigma in options.sigmas:
-        drawn = kl_of_draws(sigma)
+        draws = [Noise(sigma, seed=0, step=step, relative=options.relative) for step in range(1, DRAWS + 1)]
+        drawn = [with_noise(texts, draw)[1].mean().item() for draw in draws]
         mean, spread = sum(drawn) / DRAWS, f"{min(drawn):.5f} to {max(drawn):.5f} over {DRAWS} draws"
         print(f"sigma {sigma:<7g}  KL to clean  {mean:.5f} nats, {spread}")
-    for target in options.kls:
-        solved = solve(AqnConfig(), lambda sigma: sum(kl_of_draws(sigma)) / DRAWS, target, AqnConfig().sigma_start)
-        print(f"KL {target:<10g}  sigma        {solved.sigma:.3g}, of {solved.kl:.3g} nats, {solved.probes} tried")

@@ -43,22 +43,15 @@ def test_formats_and_sigmas_are_measured_on_the_same_completions(
     assert 1e-4 < rows["sigma", "0.05"][0] < rows["sigma", "0.3"][0] / 10
 
 
-def test_the_sigma_of_a_kl_has_that_kl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Found on the same completions and draws as the table of sigmas, and asked back of it."""
+def test_relative_noise_is_other_noise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(sigma, "QUESTIONS", 4)
     monkeypatch.setattr(sigma, "DRAWS", 2)
     monkeypatch.setattr(sigma, "FORMATS", {})
-    asked: list[str] = []
+    lines = set()
     for relative in ("false", "true"):
-        assert evaluate.main(["sigma", "sigmas=[]", "kls=[0.01]", f"relative={relative}"]) == 0
-        *_, line = capsys.readouterr().out.splitlines()
-        found = re.fullmatch(r"KL 0.01 +sigma +([\d.e-]+), of (0.01\d*|0.009\d+) nats, \d+ tried", line)
-        assert found, line
-        asked.append(found[1])
-        assert evaluate.main(["sigma", f"sigmas=[{found[1]}]", f"relative={relative}"]) == 0
-        *_, line = capsys.readouterr().out.splitlines()
-        assert float(re.search(r"clean +([\d.]+) nats", line)[1]) == pytest.approx(float(found[2]), rel=0.02)
-    assert asked[0] != asked[1]
+        assert evaluate.main(["sigma", "sigmas=[0.1]", f"relative={relative}"]) == 0
+        lines.add(capsys.readouterr().out.splitlines()[-1])
+    assert len(lines) == 2
 
 
 @pytest.mark.parametrize(("kind", "norms"), [("gemma2", "[input_layernorm,pre_feedforward_layernorm]"), ("olmo2", "")])
