@@ -1,13 +1,12 @@
-"""Tables of arms, laid out like the paper's: our numbers, the paper's beside them, differences to a baseline arm."""
+"""Tables of arms, laid out like the paper's: our numbers, and the paper's beside them."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from qerl_lab.report import reference, stats
-from qerl_lab.report.comparison import BASELINE, Comparison, matrix
+from qerl_lab.report.comparison import Comparison, matrix
 from qerl_lab.report.measures import FALLEN, MEASURES, SHARED, Unmeasured, has_collapsed, shared_machines
 from qerl_lab.report.runs import Run, first_tenth
 from qerl_lab.report.speed_tables import printed_rollouts, printed_steps
@@ -23,18 +22,6 @@ from qerl_lab.report.table import (
 )
 
 IN_TABLE_1 = "as in Table 1"  # head of a column
-Differences = Mapping[tuple[str, str], list[str]]  # (label of an arm, key of DIFFERENCES) -> cells
-
-
-DIFFERENCES = {  # a phase of `matrix`, or a name in `Run.summary` -> label
-    "after": "accuracy after",
-    "gain": "gain in accuracy",
-    "reward_last": "reward, last tenth",
-    "entropy_first": "entropy, first tenth",
-    "entropy_last": "entropy, last tenth",
-    "rollout_tokens_per_second": "rollouts, tokens/s",
-    "tokens_per_second": "end to end, tokens/s",
-}
 SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
 ENTROPIES = {  # further columns of the entropy table: head -> metric
     "forking tokens, first tenth": "policy/entropy_forking_nats", "other tokens": "policy/entropy_rest_nats",
@@ -44,26 +31,19 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
-    """Build the tables of report.html that compare arms: accuracy, differences to `baseline`, entropy, collapse, speed.
+    """Build the tables of report.html that compare arms: accuracy, entropy, collapse, speed.
 
-    `baseline` is the label of an arm, or None for no differences. Returns an empty list if the comparison has no arms.
+    `baseline` is the label of the arm that speeds are divided by, or None for no ratios. Returns an empty list if the
+    comparison has no arms.
     """
     if not comparison.arms:
         return []
-    differences: dict[tuple[str, str], list[str]] = {}
-    if baseline is not None:
-        control = comparison.arms[baseline]
-        for arm, runs in comparison.arms.items():
-            for name in DIFFERENCES:
-                if arm != baseline and (cells := _difference_cells(runs, control, name)):
-                    differences[arm, name] = cells
-    found = [_accuracy_table(comparison)]
-    if len(comparison.arms) > 1:
-        found.append(_difference_table(differences, baseline))
-    found.append(_entropy_table(comparison, baseline, differences))
-    found.append(_retention_table(comparison))
-    found.append(_speed_table(comparison, baseline, differences))
-    return found
+    return [
+        _accuracy_table(comparison),
+        _entropy_table(comparison),
+        _retention_table(comparison),
+        _speed_table(comparison, baseline),
+    ]
 
 
 def accuracy_rows(comparison: Comparison, gains: bool = True) -> Rows:
@@ -113,26 +93,6 @@ def _accuracy_table(comparison: Comparison) -> Table:
     )
 
 
-def _difference_table(differences: Differences, baseline: str | None) -> Table:
-    """Build the table of differences to the arm `baseline`, of which `differences` holds the cells.
-
-    Without a baseline the table is empty and says what to type.
-    """
-    if baseline is None:
-        why = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
-        return Table("Differences", "", [["arm"]], why)
-    rows = [[arm, DIFFERENCES[name], *cells] for (arm, name), cells in differences.items()]
-    return Table(
-        f"Differences to {baseline}",
-        "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
-        "only if every run ran alone. Effect size: mean / standard deviation of the seeds' differences (for ratios, of "
-        "their logarithms). P(better): share of seed pairs in which the arm is better. Unlike the verdicts, nothing is "
-        "corrected for multiple comparisons. Arms may differ in several settings: see the last table.",
-        [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
-        "" if rows else f"Left out: no arm shares a seed with {baseline}.",
-    )
-
-
 def _retention_table(comparison: Comparison) -> Table:
     """Tabulate by arm the ratio of final to initial entropy, and the number of collapsed runs.
 
@@ -163,54 +123,17 @@ def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
     return pd.Series({run.seed: float(run.summary[name]) for run in runs})
 
 
-def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) -> list[str]:
-    """Format how the arm `runs` differs from the arm `control` in the number `name`, a key of `DIFFERENCES`.
-
-    Returns three cells: difference with interval (tokens/s are divided), effect size, and P(better), the share of seed
-    pairs in which `runs` is better; entropies have no P(better). Returns an empty list if the arms share no seed with
-    values, or for tokens/s if a run shared its machine.
-    """
-    is_ratio = name in SPEEDS
-    if is_ratio and shared_machines(runs, control):
-        return []
-    if name in ("after", "gain"):
-        treated_S_Q, control_S_Q = matrix(runs, name), matrix(control, name)
-    else:
-        treated_S_Q, control_S_Q = _by_seed(runs, name).to_frame(), _by_seed(control, name).to_frame()
-    if is_ratio:
-        treated_S_Q, control_S_Q = np.log(treated_S_Q), np.log(control_S_Q)
-    difference = (treated_S_Q - control_S_Q).dropna(how="all").dropna(axis=1)
-    if difference.empty:
-        return []
-
-    def spell(value: float) -> str:
-        return f"{math.exp(value):.2f}" if is_ratio else f"{value:+.3f}"
-
-    values, seeds = difference.to_numpy(), len(difference)
-    mean, unit = spell(float(values.mean())), "x" if is_ratio else ""
-    interval = f" {stats.format_interval(*stats.over_seeds(values)[1:], spell)}" if seeds > 1 else ""
-    size = stats.effect_size(difference.mean(axis=1).to_numpy())
-    better = NONE
-    if not name.startswith("entropy"):
-        shared = difference.index, difference.columns
-        treated_S, control_S = (side.loc[shared].mean(axis=1) for side in (treated_S_Q, control_S_Q))
-        better = f"{stats.probability_of_improvement(treated_S, control_S):.2f}"
-    return [f"{mean}{unit}{interval} ({seeds})", NONE if math.isnan(size) else f"{size:+.2f}", better]
-
-
-def _entropy_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
+def _entropy_table(comparison: Comparison) -> Table:
     """Tabulate the policy's entropy by arm, in the first and the last tenth of the steps, beside the paper's Figure 5.
 
-    Further columns show the difference to `baseline` and the metrics `ENTROPIES`.
+    Further columns show the metrics `ENTROPIES`.
     """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
-    against = [f"first tenth - {baseline}"] if baseline else []
     of_paper = ["Figure 5, 7B"] if beside else []
-    rows = [["arm", "first tenth of the steps", "last tenth", *against, *ENTROPIES, *of_paper]]
+    rows = [["arm", "first tenth of the steps", "last tenth", *ENTROPIES, *of_paper]]
     for arm, runs in comparison.arms.items():
         entropies = [_by_seed(runs, f"entropy_{when}").to_frame() for when in ("first", "last")]
         row = [arm, *(seeds_cell(values, stats.NATS) for values in entropies)]
-        row += [differences.get((arm, "entropy_first"), [NONE])[0]] if baseline else []
         for metric in ENTROPIES.values():
             known = all(metric in run.steps for run in runs)
             means = {run.seed: first_tenth(run.steps[metric].dropna()).mean() for run in runs} if known else {}
@@ -231,17 +154,20 @@ def _entropy_table(comparison: Comparison, baseline: str | None, differences: Di
     return Table(title, about, rows)
 
 
-def _speed_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
+def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
     """Tabulate tokens/s, shares of time by phase, peak memory and seconds a run of each arm.
 
-    Beside them stand tokens/s over those of the arm `baseline`, and the paper's ratios to BF16 (Figure 1, Table 3).
+    Beside them stand tokens/s over those of the arm `baseline`, seed by seed, and the paper's ratios to BF16 (Figure 1,
+    Table 3).
     """
     beside = reference.rows_of_table_1(comparison.arms, {})
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              *OF_PAPER, "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip
     for arm, runs in comparison.arms.items():
-        ratios = [differences.get((arm, name), [NONE])[0] for name in SPEEDS]
-        printed = [NONE, NONE]
+        ratios, printed = [NONE, NONE], [NONE, NONE]
+        if baseline not in (None, arm) and not shared_machines(runs, control := comparison.arms[baseline]):
+            of_seeds = [(_by_seed(runs, name) / _by_seed(control, name)).dropna() for name in SPEEDS]
+            ratios = [geometric_cell(values_S, "{:.2f}x".format, "{:.2f}".format) for values_S in of_seeds]
         if ratios != [NONE, NONE] and arm in beside:
             of_arm = f"model == 'qwen2.5-7b' and format == '{beside[arm][1].lower()}'"
             rollouts = printed_rollouts().query(f"{of_arm} and batch == 8")["of_bf16"].map("{:.2f}x".format)

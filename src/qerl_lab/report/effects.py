@@ -168,8 +168,6 @@ class Numbers:
     at_most: np.ndarray  # the upper bound of the same effect
     variances: tuple[float, float]  # of seeds' means (`verdicts.pool_variances` raises it), and of questions
     jackknife: float  # least variance of seeds' means: above 0 if seeds depend on each other (`best_of`)
-    effect_size: float
-    probability_of_improvement: float
     guardrail: str  # `HELD`, `BROKEN` or `OPEN`; empty without one
     p: PValues = NOTHING_SHOWN
     adjusted: PValues = NOTHING_SHOWN  # corrected (Holm)
@@ -199,11 +197,10 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
     low, high = treated.low[shared].to_numpy(float), treated.high[shared].to_numpy(float)
     base_low, base_high = control.low[shared].to_numpy(float), control.high[shared].to_numpy(float)
-    sign = claim.direction or 1
     with np.errstate(invalid="ignore"):  # if both are censored, the difference is unknown
         least = np.nan_to_num(low - base_high, nan=-np.inf, neginf=-np.inf)
         most = np.nan_to_num(high - base_low, nan=np.inf, posinf=np.inf)
-    oriented, at_most = (least, most) if sign > 0 else (-most, -least)
+    oriented, at_most = (-most, -least) if claim.direction < 0 else (least, most)
     censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
     known = low - base_low  # takes censored values at their lower bound
     of_treated, of_control, of_effect = _jackknife(treated, control, shared)
@@ -213,10 +210,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         control=_interval(claim, base_low, base_low, base_high, of_control),
         effect=_interval(claim, known, least, most, of_effect),
         oriented=oriented, at_most=at_most, variances=stats.variance_components(known, floored=True),
-        jackknife=of_effect,
-        effect_size=math.nan if censored else stats.effect_size(oriented.mean(1)),
-        probability_of_improvement=stats.probability_of_improvement(sign * low.mean(1), sign * base_low.mean(1)),
-        guardrail=_test_guardrail(claim, pair, seeds),
+        jackknife=of_effect, guardrail=_test_guardrail(claim, pair, seeds),
     )  # fmt: skip
 
 

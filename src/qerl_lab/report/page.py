@@ -148,7 +148,7 @@ def html(
         title=f"{title}: a report of {len(compared.runs) + len(compared.damaged)} runs", command=line,
         facts=_list_counts(compared, Counter(row.verdict for row in measured)),
         notes=[*_list_gaps(compared), *comparison.notes(compared)],
-        how_to_read_verdicts=f"{verdict_tables.HOW_TO_READ} {verdict_tables.HOW_TO_READ_SIZES}",
+        how_to_read_verdicts=verdict_tables.HOW_TO_READ,
         how_to_read=comparison.HOW_TO_READ,
         families=verdict_tables.families(rows),
         measured=[list(own) for _, own in groupby(measured, lambda row: row.claim.name)],
@@ -207,7 +207,7 @@ def _list_details(row: Row) -> list[tuple[str, str]]:
         (row.contrast.treated, cells["treated"]),
         (row.contrast.control, cells["control"]),
         ("finished", cells["finished / started"]),
-        *((head, cells[head]) for head in ("effect size", "P(better)", verdict_tables.P_VALUES, "guardrail")),
+        *((head, cells[head]) for head in (verdict_tables.P_VALUES, "guardrail")),
         ("conditions", verdict_tables.format_conditions(row.conditions)),
         ("claim", row.registered),
     ]

@@ -149,21 +149,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def effect_size(differences_S: np.ndarray) -> float:
-    """Return the mean of the seeds' differences divided by their standard deviation; nan if they are all alike."""
-    spread = float(np.std(differences_S, ddof=1)) if len(differences_S) > 1 else 0.0
-    return float(np.mean(differences_S)) / spread if spread > NO_WIDTH else np.nan
-
-
-def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:
-    """Return the share of pairs of seeds in which the treated value is above the control's (arXiv 2108.13264).
-
-    A tie counts as half.
-    """
-    wins = stats.mannwhitneyu(treated_S, control_S, method="asymptotic").statistic
-    return float(wins) / (len(treated_S) * len(control_S))
-
-
 def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
     """Return the smallest number of seeds n, `least` to `MOST_SEEDS`, for which `decide(n)` is true, or None.
 

@@ -59,15 +59,17 @@ def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
     return text if text == NONE else f"{text} ({len(values.dropna(how='all'))})"
 
 
-def geometric_cell(values_S: pd.Series) -> str:
-    """Format the geometric mean of positive values over seeds as `mean [95% CI] (number of seeds)`.
+def geometric_cell(values_S: pd.Series, spell: Spell = format_number, spell_end: Spell = format_number) -> str:
+    """Format the geometric mean of positive values over seeds as `mean [95% CI] (number of seeds)`; a dash without any.
 
-    The interval is computed on logarithms.
+    The interval is computed on logarithms. `spell` formats the mean, `spell_end` each end.
     """
-    if len(values_S) < 2:  # exactly as measured
-        return seeds_cell(values_S.to_frame())
-    mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))
-    return f"{mean_and_interval((mean, low, high))} ({len(values_S)})"
+    if len(values_S) > 1:
+        mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))
+    else:  # exactly as measured
+        mean, low, high = stats.mean_of_arm(values_S.to_frame(), ANY)
+    text = mean_and_interval((mean, low, high), spell, spell_end)
+    return text if text == NONE else f"{text} ({len(values_S)})"
 
 
 def without_empty_columns(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:

@@ -1,6 +1,5 @@
 """Format verdicts as text, Markdown and JSON."""
 
-import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from qerl_lab.report.verdicts import LEVEL, Row, family_sizes
 from qerl_lab.system.disk import strict_json
 from qerl_lab.system.terminal import columns
 
-SCHEMA = 3
+SCHEMA = 4
 Conditions = tuple[tuple[str, str], ...]
 HOW_TO_READ = f"""\
 Effects are treated less control (of steps and tokens/s treated over control), paired by seed and question, with
@@ -30,18 +29,12 @@ these. Each at a one-sided level of {LEVEL:g} for a whole family (Holm), with a 
 its family's; the intervals are of each contrast alone. Inside, outside: whether the interval holds the paper's own
 value. The seeds that would decide are estimates from the measured spread: at the first number about half of such
 repetitions are decided, at the second, where one is, most."""
-HOW_TO_READ_SIZES = """\
-Effect size: the mean of the seeds' effects divided by their standard deviation (of ratios, of their logarithms).
-P(better): the share of pairs, each treated seed with each control seed, in which the treated one is better; ties: half.
-Better, and an effect size above 0, mean as claimed (in a claim of no difference higher). Neither decides a verdict."""
-
 COLLAPSED = (
     f"Collapsed runs: right answers in the last tenth of the steps below {FALLEN:.0%} of those in the run's best tenth."
 )
 P_VALUES = "p of no effect, small, reverse (Holm)"
 HEADS = (  # columns of numbers; `markdown` shows the last one after the family
-    "treated", "control", "finished / started", "effect", "the paper's", "effect size", "P(better)", P_VALUES,
-    "guardrail",
+    "treated", "control", "finished / started", "effect", "the paper's", P_VALUES, "guardrail",
 )  # fmt: skip
 
 
@@ -95,9 +88,7 @@ def measured_cells(row: Row) -> dict[str, str]:
     bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
     for side, interval in (("treated", numbers.treated), ("control", numbers.control)):
         cells[side] = f"{mean_and_interval(stats.clip_interval(interval, *bounds))} ({numbers.seeds})"
-    cells |= {"effect": effect_cell(row), "P(better)": f"{numbers.probability_of_improvement:.2f}"}
-    if not math.isnan(numbers.effect_size):
-        cells["effect size"] = f"{numbers.effect_size:+.2f}"
+    cells["effect"] = effect_cell(row)
     if row.judged:
         cells[P_VALUES] = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
         cells["guardrail"] = numbers.guardrail or NONE
@@ -220,7 +211,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     if shown:
         table = pipe_table([list(shown[0]), *(list(row_cells.values()) for row_cells in shown)])
     parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(said)]
-    parts += [HOW_TO_READ, HOW_TO_READ_SIZES] if shown else []
+    parts += [HOW_TO_READ] if shown else []
     parts += [*_basis(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
     silent = (row.claim.name for row in rows if row.claim.name not in answered and not row.lacks_runs)

@@ -54,18 +54,6 @@ def test_accuracies_stand_beside_table_1(made: dict[str, Table]) -> None:
     assert found["pass@n after"] == "1.000 [no spread] (3)"
 
 
-def test_differences_are_paired_with_effect_size_and_probability(made: dict[str, Table]) -> None:
-    one, other = (np.array(AFTER[arm]) for arm in ("nvfp4", "bf16"))
-    mean, low, high = stats.over_seeds(one - other)
-    found = cells(made["Differences to bf16"], "nvfp4", "accuracy after")
-    assert found["difference"] == f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] (3)"
-    of_seeds = (one - other).mean(1)  # 0.125, 0.0625 and 0.125
-    assert found["effect size"] == f"{of_seeds.mean() / of_seeds.std(ddof=1):+.2f}" == "+2.89"
-    # seeds' means 0.8125, 0.5625, 0.75 against 0.6875, 0.5, 0.625: 7 of 9 pairs are won
-    assert found["P(better)"] == f"{7 / 9:.2f}"
-    assert cells(made["Differences to bf16"], "nvfp4", "entropy, first tenth")["P(better)"] == "-"
-
-
 def test_speeds_are_compared_as_ratios_beside_the_paper_s(made: dict[str, Table]) -> None:
     found = cells(made["Throughput and memory"], "nvfp4")
     mean, low, high = np.exp(stats.over_seeds(np.log([[0.9], [0.8], [0.7]])))
@@ -78,23 +66,16 @@ def test_speeds_are_compared_as_ratios_beside_the_paper_s(made: dict[str, Table]
 
 def test_speeds_of_runs_beside_others_are_left_out_and_a_line_says_so(made: dict[str, Table], tmp_path: Path) -> None:
     """One of the six ran with another on the same machine, which is enough."""
-    assert "x [" in cells(made["Differences to bf16"], "nvfp4", "end to end, tokens/s")["difference"]
-    assert made["Differences to bf16"].left_out == made["Throughput and memory"].left_out == ""
+    assert made["Throughput and memory"].left_out == ""
     (tmp_path / "bf16-1" / "env.json").write_text(json.dumps({"command": "python -m qerl_lab jobs=2 jobs_per_gpu=2"}))
     again = {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
-    differences, speeds = again["Differences to bf16"], again["Throughput and memory"]
-    assert [row[1] for row in differences.rows[1:]] == [
-        "accuracy after", "gain in accuracy", "reward, last tenth", "entropy, first tenth", "entropy, last tenth",
-    ]  # fmt: skip
+    speeds = again["Throughput and memory"]
     timed = ("rollouts, tokens/s", "end to end, tokens/s", "rollout, train, sync", "seconds a run")
     assert speeds.rows[0] == ["arm", *timed[:3], "peak GiB", timed[3]]
     assert {cells(speeds, "bf16")[name] for name in timed} == {"-"}
     assert cells(speeds, "bf16")["peak GiB"] == cells(made["Throughput and memory"], "bf16")["peak GiB"]
     assert "-" not in {cells(speeds, "nvfp4")[name] for name in timed}
     assert speeds.left_out.startswith("Left out: seconds and tokens/s of bf16, since runs ran beside others")
-    assert cells(differences, "nvfp4", "accuracy after") == cells(
-        made["Differences to bf16"], "nvfp4", "accuracy after"
-    )
 
 
 def test_the_interval_of_a_speed_is_by_its_logarithm_and_not_below_0(tmp_path: Path) -> None:
@@ -108,16 +89,11 @@ def test_the_interval_of_a_speed_is_by_its_logarithm_and_not_below_0(tmp_path: P
 def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
     for arm in ("bf16", "nvfp4"):
         (make_run(tmp_path / arm, arm, 0, eval__questions=0) / "eval.parquet").unlink()
-    first, differences, *_ = tables(comparison.read([tmp_path]), "bf16")
+    first, *_ = tables(comparison.read([tmp_path]), "bf16")
     assert first.rows == [["arm", "finished"], ["bf16", "1 of 1"], ["nvfp4", "1 of 1"]]
     assert (
         first.left_out == "Left out: before, after, gain and pass@n after, since no held-out questions were evaluated."
     )
-    assert [row[1] for row in differences.rows[1:4]] == [
-        "reward, last tenth",
-        "entropy, first tenth",
-        "entropy, last tenth",
-    ]
 
 
 def test_controls_that_the_paper_has_not_stand_beside_no_number_of_it(made: dict[str, Table], tmp_path: Path) -> None:
@@ -172,17 +148,12 @@ def test_runs_of_another_task_stand_beside_no_accuracy_and_no_entropy_on_gsm8k(t
     assert "paper" not in entropies.about
 
 
-@pytest.mark.parametrize(("baseline", "why"), [
-    ("bf16", "Left out: no arm shares a seed with bf16."),
-    (None, "Left out: no arm is bf16; type baseline=ARM to compare with another."),
-])  # fmt: skip
-def test_without_shared_seeds_or_a_baseline_a_line_says_why_there_is_no_difference(
-    tmp_path: Path, baseline: str | None, why: str
-) -> None:
+@pytest.mark.parametrize("baseline", ["bf16", None])
+def test_without_shared_seeds_or_a_baseline_no_speed_is_a_ratio(tmp_path: Path, baseline: str | None) -> None:
     for arm, seed in (("bf16", 0), ("nvfp4", 1)):
         make_run(tmp_path / arm, arm, seed)
-    accuracies, differences, *_ = tables(comparison.read([tmp_path]), baseline)
-    assert (len(differences.rows), differences.left_out) == (1, why)
+    accuracies, *_, speeds = tables(comparison.read([tmp_path]), baseline)
+    assert not [head for head in speeds.rows[0] if " / " in head]
     assert cells(accuracies, "nvfp4")["after"] == "0.625 (1)"
 
 

@@ -77,7 +77,7 @@ def test_it_has_verdicts_tables_and_what_was_run(page: str) -> None:
     assert "+0.076 (Table 1 3B, " in text
     assert re.search(r"<p>In \d+ of 41 contrasts an arm has no runs: 3 of initial_entropy, ", text)
     assert "python -m qerl_lab +sweeps=lora_rank" in text
-    for said in ("QeRL +AQN, NVFP4", "Differences to bf16", "gain in accuracy", "1.5x, 1.4x, 1.2x",
+    for said in ("QeRL +AQN, NVFP4", "1.5x, 1.4x, 1.2x",
                  "python -m qerl_lab -m seed=0,1,2", "c0ffee0  (", "runs/old: repeated by runs/bf16-1",
                  "python -m qerl_lab.report results/mine out=results/mine"):  # fmt: skip
         assert said in text, said

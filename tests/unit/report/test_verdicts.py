@@ -15,12 +15,7 @@ from qerl_lab.report.claims import Claim, Guardrail, of_paper
 from qerl_lab.report.effects import find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import FINISHED, Run, run_from
-from qerl_lab.report.stats import (
-    holm,
-    p_above,
-    probability_of_improvement,
-    variance_components,
-)
+from qerl_lab.report.stats import holm, p_above, variance_components
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
 from qerl_lab.report.verdicts import PValues, Row, Verdict, pool_variances, set_verdicts
 from simulated_runs import BEST, BY_NAME, GRADED, HELD_OUT, QUIET, RATES, SCALAR, arms, record, shown, verdicts
@@ -215,7 +210,6 @@ def test_a_row_says_whether_its_interval_holds_the_papers_value() -> None:
 def test_seeds_that_agree_to_the_digit_are_judged_by_their_number() -> None:
     assert p_above(0.1, (0.0, 0.0), 5, 1) == 2**-5
     assert p_above(0.1, (0.0, 0.0), 5, 1, null=0.1) == 1.0
-    assert probability_of_improvement(np.array([1, 2]), np.array([1, 1])) == 0.75
 
 
 # --- the claims themselves
