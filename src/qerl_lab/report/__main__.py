@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from qerl_lab.cli.grammar import Command, run_subcommand
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import CLAIMS
+from qerl_lab.config.spelling import shell_override
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory, replace_file
 from qerl_lab.system.terminal import format_path
@@ -90,9 +91,10 @@ def verdicts(options: VerdictsOptions) -> None:
     """Run the command `verdicts`: test claims on the runs in `options.sweep`, and print the verdicts.
 
     The claims are those in the files `options.claims`, or the paper's if none is given. With `options.out` the verdicts
-    are also written there, as verdicts.json and verdicts.md.
+    are also written there, as verdicts.json and verdicts.md. Raises ConfigError if that folder holds results of other
+    runs.
     """
-    from qerl_lab.report import claims, verdict_tables
+    from qerl_lab.report import claims, results, verdict_tables
     from qerl_lab.report.verdicts import judge
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
@@ -102,6 +104,13 @@ def verdicts(options: VerdictsOptions) -> None:
     if options.out:
         folder = Path(options.out).expanduser()
         make_directory(folder, f"out={folder}")
+        if (folder / results.RUNS).exists() and {run.name for run in results.read(folder)[0]} != {
+            run.name for run in found.runs
+        }:
+            raise ConfigError(
+                f"out={folder} holds results of other runs than these verdicts. Type another out=, or make all of it: "
+                f"python -m qerl_lab.report {shlex.join(options.sweep)} {shell_override('out', folder)}"
+            )
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
         replace_file(folder / "verdicts.json", verdict_tables.as_json(found, rows, line).encode())

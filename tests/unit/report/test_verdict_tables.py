@@ -138,6 +138,15 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
     assert row["registered"].startswith("preregistered: all 8")
 
 
+def test_verdicts_do_not_go_beside_results_of_other_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_results("runs", "results/page")
+    make_run(sweep / "bf16-9", "bf16", 9, after=[0.5, 0.5, 0.75, 1.0], **ON_GSM8K)
+    assert main(["verdicts", "results/page", "out=results/page"]) == exits.OK
+    assert main(["verdicts", "results/page", "runs", "out=results/page"]) == exits.USAGE
+    said = "python -m qerl_lab.report results/page runs out=results/page"
+    assert capsys.readouterr().err.endswith(f"or make all of it: {said}\n")
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     sweep: Path, capsys: pytest.CaptureFixture[str]
