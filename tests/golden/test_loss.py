@@ -85,8 +85,6 @@ class ScriptedEngine:
 
     def sync(self, noise: Noise) -> None: ...
 
-    def sleep(self) -> None: ...
-
     def norms(self) -> dict[str, Tensor]:
         return self.initial.clean_norms
 

@@ -18,7 +18,7 @@ from qerl_lab.rollout import vllm as room
 
 
 class NoAdapter:
-    """An adapter that does nothing, but tell the played LLM of a sync."""
+    """An adapter that does nothing."""
 
     request = None
 
@@ -29,22 +29,19 @@ class NoAdapter:
 
     def begin(self, llm: Any) -> None: ...
 
-    def sync(self, llm: Any) -> None:
-        llm.adapter_arrives()
+    def sync(self, llm: Any) -> None: ...
 
     def close(self) -> None: ...
 
 
 class PlayedLlm:
-    """What `VllmEngine` needs of vLLM's LLM, over a model; `ended` is called as its engine ends."""
+    """What `VllmEngine` needs of vLLM's LLM, over a model."""
 
-    def __init__(
-        self, model: nn.Module, kv_cache_memory_bytes: int = 0, ended: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, model: nn.Module, kv_cache_memory_bytes: int = 0) -> None:
         self.model = model
         cache = SimpleNamespace(kv_cache_memory_bytes=kv_cache_memory_bytes)
         self.llm_engine = SimpleNamespace(
-            vllm_config=SimpleNamespace(cache_config=cache), engine_core=SimpleNamespace(shutdown=ended)
+            vllm_config=SimpleNamespace(cache_config=cache), engine_core=SimpleNamespace(shutdown=lambda: None)
         )
 
     def apply_model(self, function: Callable[[nn.Module], Any]) -> list[Any]:
@@ -53,15 +50,10 @@ class PlayedLlm:
     def reset_prefix_cache(self) -> bool:
         return True
 
-    def adapter_arrives(self) -> None:
-        """Hear of a sync."""
-
 
 @contextmanager
-def played_engine(
-    monkeypatch: pytest.MonkeyPatch, llm: Callable[..., Any], more: dict[str, dict[str, Any]]
-) -> Iterator[ModuleType]:
-    """Yield the module `vllm_engine`, with `llm` as vLLM's LLM, and `more` stubs by module and name."""
+def played_engine(monkeypatch: pytest.MonkeyPatch, llm: Callable[..., Any]) -> Iterator[ModuleType]:
+    """Yield the module `vllm_engine`, with `llm` as vLLM's LLM."""
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is installed: tests/gpu has the real one")
     play(monkeypatch, {
@@ -70,11 +62,10 @@ def played_engine(
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=0)},
         "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
         "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
-    } | more)  # fmt: skip
+    })  # fmt: skip
     module = importlib.import_module("qerl_lab.rollout.vllm.vllm_engine")
     monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     yield module
-    for loaded in (module.__name__, "qerl_lab.rollout.vllm.sleep"):
-        sys.modules.pop(loaded, None)
-        vars(room).pop(loaded.rpartition(".")[2], None)
+    sys.modules.pop(module.__name__, None)
+    vars(room).pop("vllm_engine", None)

@@ -47,7 +47,7 @@ class BothRanks:
 
     def __init__(self, engine: Engine, cfg: RunConfig) -> None:
         self.engine, self.cfg = engine, cfg
-        self.sync, self.sleep, self.norms = engine.sync, engine.sleep, engine.norms
+        self.sync, self.norms = engine.sync, engine.norms
 
     def generate(self, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout:
         step, share = how.seed - self.cfg.seed * 1_000_003, len(prompt_ids_P) // RANKS

@@ -104,8 +104,8 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
             marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed"),
         ),
         (
-            "rollout=vllm_server rollout.vllm.sleep=true",
-            ["rollout.vllm.sleep", "does nothing in a run with rollout.engine=vllm_server"],
+            "rollout=vllm_server rollout.vllm.share_base=true",
+            ["rollout.vllm.share_base", "does nothing in a run with rollout.engine=vllm_server"],
         ),
         ("scale=paper_gsm8k_7b", ["Qwen/Qwen2.5-7B-Instruct has 7,000,000,000 parameters", "device=cpu to run it"]),
         ("-m lora.target_modules=[q_proj],[foo]", ["job 1 (lora.target_modules=[foo]): lora.target_modules: 'foo'"]),

@@ -31,18 +31,17 @@ ADDED: Mapping[str, Any] = {
     "task.format_reward_for": "any",
     "rollout.vllm.dense_rows": None,
     "rollout.vllm.share_base": False,
-    "rollout.vllm.sleep": False,
     "format.activations": "auto",
     "rollout.vllm_server.overlap": False,
 }
 # Keys deleted after runs were recorded. They are ignored in records; none of the runs that are kept used them.
-REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests")
+REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests", "rollout.vllm.sleep")
 
 # Key, or prefix of keys -> the engines that use it. A run with another engine ignores these keys.
 ENGINE_KEYS = {
     "rollout.vllm.": ("vllm", "vllm_server"),
     "rollout.vllm_server.": ("vllm_server",),
-    **{f"rollout.vllm.{key}": ("vllm",) for key in ("lora", "sleep", "share_base", "dense_rows")},  # not by a server
+    **{f"rollout.vllm.{key}": ("vllm",) for key in ("lora", "share_base", "dense_rows")},  # not by a server
 }
 
 

@@ -70,9 +70,6 @@ NEEDS = (
           "rollout.vllm.share_base=false, or format=nvfp4"),
     Needs(SHARED, "rollout.vllm.linear_backend!=humming", "the trainer cannot read its layout",
           f"rollout.vllm.share_base=false, or {NO_KERNEL}"),
-    Needs(SHARED, "rollout.vllm.sleep=false",
-          "an engine that can sleep takes its weights' memory along when it ends, and the trainer would read them",
-          "rollout.vllm.share_base=false, or rollout.vllm.sleep=false"),
     *(Needs("lora.rank=0", allowed, why, f"{remedy}, or lora=rank32") for allowed, why, remedy in (
         ("format.name=bf16", "it trains the weights themselves, and packed ones cannot move", "format=bf16"),
         ("algorithm.beta=0", "the reference is the policy with its adapter off, and there is none",
@@ -375,8 +372,4 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
         raise ConfigError(
             f"rollout.engine=vllm with lora.rank=0 needs a GPU, and {why}: on a CPU vLLM reorders the weights, which "
             "then cannot be replaced. Type rollout=transformers, or lora=rank32."
-        )
-    if cfg.rollout.engine == "vllm" and cfg.rollout.vllm.sleep:
-        raise ConfigError(
-            f"rollout.vllm.sleep=true gives the memory of a GPU back, and {why}. Type rollout.vllm.sleep=false."
         )

@@ -242,9 +242,6 @@ class VllmConfig:
         "NVFP4 with Marlin or fp4_tiles: the trainer reads the engine's packed weights and keeps no copy; tried "
         "only in short runs",
     )
-    sleep: bool = option(
-        False, "free the key-value cache's GPU memory while the trainer computes; cost not measured yet"
-    )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: faster start, slower tokens")
     timeout_minutes: float = option(
         60.0, "a rollout that takes longer counts as failed", above=0, at_most=100_000, unit="min"

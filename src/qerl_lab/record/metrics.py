@@ -160,10 +160,7 @@ METRICS: dict[str, Metric] = {
     ),
     "seconds/reward": Metric("s", "wall time of decoding and grading the completions; 0 for a step sampled ahead"),
     "seconds/train": Metric("s", "the rest of step/seconds: log-probs, loss, backward and optimizer"),
-    "seconds/sync": Metric(
-        "s",
-        "wall time of sending adapter and noisy norms to the engine, and of its sleep and waking (rollout.vllm.sleep)",
-    ),
+    "seconds/sync": Metric("s", "wall time of sending adapter and noisy norms to the engine"),
     "seconds/wait": Metric(
         "s",
         "only with gpus above 1: wall time that the recording process waits for slower ones after its rollout and "
@@ -195,8 +192,7 @@ METRICS: dict[str, Metric] = {
     "memory/rss_gib": Metric("GiB", "largest resident memory of the run's process so far"),
     "memory/gpu_peak_gib": Metric(
         "GiB",
-        "largest GPU memory allocated by torch so far, or since optim.micro_batch_size=null was chosen; a sleeping "
-        "key-value cache still counts",
+        "largest GPU memory allocated by torch so far, or since optim.micro_batch_size=null was chosen",
     ),
     "eval/accuracy": Metric("fraction", "held-out sampled answers that are right; step 0 is before training"),
     "eval/gain": Metric("fraction", "eval/accuracy after training minus before, paired by question"),

@@ -120,7 +120,6 @@ def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling:
                 raise EngineFailed(f"the engine gave {len(logprobs)} log-probs for a completion of {len(ids)} tokens")
 
 
-ASLEEP = "asleep"  # key of `Engine.held` for memory that a sleeping engine has released
 OnDone = Callable[[int], None]
 
 
@@ -158,22 +157,12 @@ class Engine(Protocol):
         Raises EngineFailed if the engine cannot take them.
         """
 
-    def sleep(self) -> None:
-        """Release memory that only sampling needs; the next `sync` or `generate` takes it back.
-
-        Raises EngineFailed if that fails.
-        """
-        return
-
     @abstractmethod
     def norms(self) -> dict[str, Tensor]:
         """Read back the noisy norm weights that the engine holds, by full layer name."""
 
     def held(self) -> dict[str, int]:
-        """Return the device memory that only the engine uses, in bytes, by a label for messages; {} if there is none.
-
-        The key `ASLEEP` stands for memory that `sleep` has released; torch still counts that memory as reserved.
-        """
+        """Return the bytes of device memory that only the engine uses, by a label for messages; {} if there is none."""
         return {}
 
     def abort(self) -> None:

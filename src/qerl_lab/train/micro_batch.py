@@ -17,7 +17,7 @@ from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import ASLEEP, Engine, EngineFailed
+from qerl_lab.rollout.engine import Engine
 from qerl_lab.rollout.vllm.kv_cache import free_bytes
 from qerl_lab.train import out_of_memory
 from qerl_lab.train.ranks import Ranks
@@ -42,18 +42,16 @@ def choose(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, r
 def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, ranks: Ranks) -> int:
     """Measure training passes on the GPU, and return the largest micro-batch size that fits on every rank.
 
-    The passes have completions of full length after the longest prompt, and run while the engine sleeps. A size fits if
-    its passes take at most `budget_bytes`. torch keeps the measured memory until the engine needs it, so that a second
-    run does not count it as free meanwhile. Raises ConfigError on every rank if one completion does not fit, and
-    EngineFailed if an engine cannot sleep.
+    The passes have completions of full length after the longest prompt. A size fits if its passes take at most
+    `budget_bytes`. torch keeps the measured memory until the engine needs it, so that a second run does not count it as
+    free meanwhile. Raises ConfigError on every rank if one completion does not fit.
     """
-    ranks.run_on_all(engine.sleep, EngineFailed)
     one = cfg.with_micro_batch(1)
     with TemporaryDirectory() as folder:  # for the folder of checkpoints, which the trainer creates
         trainer = LabTrainer(one, policy, engine, Cursor(data), Path(folder), Stop(), ranks)
 
     def choose_here() -> int:
-        budget = budget_bytes(cfg, policy, engine)
+        budget = budget_bytes(cfg, policy)
         try:
             size = fit(cfg.mini_batch_size_per_gpu, budget, partial(peak_bytes, trainer, data.longest_prompt))
         except torch.OutOfMemoryError as error:
@@ -70,7 +68,7 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
     return min(ranks.gather(ranks.run_on_all(choose_here, ConfigError)))
 
 
-def budget_bytes(cfg: RunConfig, policy: Policy, engine: Engine) -> int:
+def budget_bytes(cfg: RunConfig, policy: Policy) -> int:
     """Return how many bytes of GPU memory training passes may take.
 
     This is `SHARE` of the free memory, less Adam's moments, which are made later. Nothing is kept for vLLM: it samples
@@ -78,7 +76,7 @@ def budget_bytes(cfg: RunConfig, policy: Policy, engine: Engine) -> int:
     job's part of the card counts, because the others may start later.
     """
     free, (_, total) = free_bytes(policy.device), torch.cuda.mem_get_info(policy.device)
-    own = torch.cuda.memory_reserved(policy.device) - engine.held().get(ASLEEP, 0)
+    own = torch.cuda.memory_reserved(policy.device)
     free = min(free, total // min(cfg.jobs, cfg.jobs_per_gpu) - own)
     trained = sum(parameter.numel() for parameter in policy.model.parameters() if parameter.requires_grad)
     return max(0, int(SHARE * free) - trained * cfg.optim.moment_bytes)

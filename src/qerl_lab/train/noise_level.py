@@ -130,7 +130,6 @@ def build_kl_measure(
             return []
         out = engine.generate(prompts, 1, how)
         refuse_incomplete(out, len(prompts), 1, how)
-        engine.sleep()  # free memory for the trainer, which runs next
         return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 
     pairs = ranks.run_on_all(sample_own_texts, EngineFailed)

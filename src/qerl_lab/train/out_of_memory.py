@@ -10,7 +10,6 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import total_bytes
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import ASLEEP
 
 OTHERS = "others"
 MUCH = 4 * GIB  # held by other programs; CUDA itself takes about half a GiB per program
@@ -26,12 +25,11 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
     found = {
         "frozen base": total_bytes(policy.model) - learned,
         f"{'weights' if policy.trains_all else 'adapter'}, its gradients and moments": 4 * learned,
-        **{name: size for name, size in held_by_engine.items() if name != ASLEEP},
+        **held_by_engine,
     }
     if policy.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(policy.device)
-        reserved = torch.cuda.memory_reserved(policy.device) - held_by_engine.get(ASLEEP, 0)
-        own = max(reserved, sum(found.values()))
+        own = max(torch.cuda.memory_reserved(policy.device), sum(found.values()))
         found["activations and the rest"] = own - sum(found.values())
         found |= {OTHERS: max(0, total - free - own), "free": free}
     return found
@@ -70,8 +68,6 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
     """
     found = bytes_by_owner(policy, held_by_engine)
     shares = _format_gib_by_owner(found)
-    if asleep := held_by_engine.get(ASLEEP, 0):
-        shares += f" (vLLM's key-value cache, {asleep / GIB:.2f}, sleeps and holds none)"
     remedies = []
     if found.get(OTHERS, 0) > MUCH:
         remedies.append("a smaller jobs_per_gpu")
@@ -84,9 +80,7 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
         remedies.append("lora=rank32")
     if not cfg.model.gradient_checkpointing:
         remedies.append("model.gradient_checkpointing=true")
-    if cfg.rollout.engine == "vllm" and not asleep:
-        if not (cfg.rollout.vllm.sleep or cfg.rollout.vllm.share_base):
-            remedies.append("rollout.vllm.sleep=true")
+    if cfg.rollout.engine == "vllm":
         remedies += ["rollout.vllm.kv_cache_gib lower than the cache above", "rollout.vllm.kv_cache_dtype=fp8"]
     elif cfg.rollout.engine == "transformers":
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")

@@ -189,7 +189,7 @@ class LabTrainer(GRPOTrainer):
             self.ranks.wait()  # for rank 0, which completes the checkpoint
 
     def _sample_batch(self) -> Batch:
-        """Solve for sigma if the step needs it, sync the engine, sample a batch, and let the engine sleep."""
+        """Solve for sigma if the step needs it, sync the engine, and sample a batch."""
         step, engine = self.step, self.engine
         if self.level.needs_solving(step):
             with self.clock.phase("probe"):
@@ -199,10 +199,7 @@ class LabTrainer(GRPOTrainer):
                 terminal.say(f"warning, step {step}: {said}")
         with self.clock.phase("sync"):
             self.ranks.run_on_all(lambda: engine.sync(self.level.noise(step)), EngineFailed)
-        batch = collect(self.cfg, step, self.cursor, self.policy, engine, self.clock, self.ranks)
-        with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
-            self.ranks.run_on_all(engine.sleep, EngineFailed)
-        return batch
+        return collect(self.cfg, step, self.cursor, self.policy, engine, self.clock, self.ranks)
 
     def _begin_next_batch(self) -> None:
         """With overlap, let a thread sample the next step from now on, unless that step must be sampled on-policy."""

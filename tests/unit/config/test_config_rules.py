@@ -72,8 +72,6 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"tracking__uri": "mine"}, "tracking.uri=mine is no address", "tracking.uri=sqlite:///mine.db."),
         ({**W8A8, "rollout__vllm__linear_backend": "marlin"}, "=fp8 with rollout.vllm.linear_backend=marlin",
          "allowed with it: auto, vllm. Type rollout.vllm.linear_backend=auto, or format.activations=auto."),
-        ({"rollout__engine": "vllm", "rollout__vllm__sleep": True, "format__name": "bf16", "device": "cpu"},
-         "sleep=true gives the memory of a GPU back, and device=cpu", "Type rollout.vllm.sleep=false"),
         (SERVER | {"rollout__vllm_server__url": "gpu7:8000"}, "url=gpu7:8000", "url=http://127.0.0.1:8000"),
         (SERVER | {"rollout__vllm_server__url": "http://gpu7:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://127.evil:8000"}, "another host", "adapter_dir=DIR"),

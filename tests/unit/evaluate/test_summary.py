@@ -151,10 +151,11 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
         {"task.path": "/one/gsm8k", "training_sha256": "b"}, {"task.path": "/one/gsm8k", "training_sha256": ""},
     ]  # fmt: skip
     engine = {"rollout.engine": "vllm"}
-    with_key = engine | {"rollout.vllm.sleep": "False"}
+    with_key = engine | {"rollout.vllm.share_base": "False"}
     trained = compare.differing_keys
     assert trained(arms[0] | with_key, arms[1] | engine) == []
-    assert trained(arms[0] | with_key, arms[1] | engine | {"rollout.vllm.sleep": "True"}) == ["rollout.vllm.sleep"]
+    shared = engine | {"rollout.vllm.share_base": "True"}
+    assert trained(arms[0] | with_key, arms[1] | shared) == ["rollout.vllm.share_base"]
     assert trained(arms[0], arms[2]) == ["training_sha256"]
     assert (trained(arms[0], arms[3]), trained(arms[1], arms[3])) == ([], ["task.path"])
     assert (trained({}, {}), bool(trained({}, arms[0]))) == ([], True)  # a base alone

@@ -106,8 +106,8 @@ def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_d
     checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
     assert younger.starting_point(cfg).step == 4
     assert settings_of_arm(younger.settings()) == settings_of_arm({name: str(value) for name, value in known.items()})
-    cfg.rollout.vllm.sleep = True
-    with pytest.raises(ConfigError, match=r"rollout\.vllm\.sleep=true \(was false\)"):
+    cfg.rollout.vllm.share_base = True
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.share_base=true \(was false\)"):
         younger.starting_point(cfg)
 
 

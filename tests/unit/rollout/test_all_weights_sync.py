@@ -113,7 +113,7 @@ def test_with_lora_full_the_engine_sends_the_weights_and_then_the_noisy_norms(cf
         given.update(arguments)
         return PlayedLlm(began)
 
-    with played_engine(monkeypatch, start, {}) as module:
+    with played_engine(monkeypatch, start) as module:
         engine = module.VllmEngine(policy, cfg)
         assert given.keys().isdisjoint({"quantization", "hf_overrides", "enable_lora"})
         for parameter in policy.model.parameters():

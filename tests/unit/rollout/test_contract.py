@@ -270,19 +270,6 @@ def global_randomness() -> tuple[object, ...]:
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
 
 
-def check_sleep(built: Built) -> None:
-    """It may be said twice, and changes neither the norms nor what is sampled, with a sync after it or without."""
-    built.engine.sync(NOISE)
-    first, norms = built.sample(Sampling(8, seed=1)), built.engine.norms()
-    for sync in (False, True):
-        built.engine.sleep()
-        built.engine.sleep()
-        assert_same(built.engine.norms(), norms)
-        if sync:
-            built.engine.sync(NOISE)
-        assert built.sample(Sampling(8, seed=1)).completion_ids_P_G == first.completion_ids_P_G
-
-
 def check_memory(built: Built) -> None:
     """Every entry of `held` has a name and a size."""
     assert all(name and size > 0 for name, size in built.engine.held().items())

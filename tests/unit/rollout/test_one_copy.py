@@ -209,7 +209,7 @@ class Llm(PlayedLlm):
 def engine_module(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(Llm, "seen", [])
     monkeypatch.setattr(Llm, "policy", policy)
-    with played_engine(monkeypatch, Llm, {}) as module:
+    with played_engine(monkeypatch, Llm) as module:
         yield module
 
 

@@ -11,7 +11,6 @@ from failing_engines import Runs, StopWhen
 from qerl_lab.record import checkpoint
 from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.system.exits import INTERRUPTED, OK
-from qerl_lab.train import micro_batch
 from qerl_lab.train.step import sampling_settings
 from qerl_lab.train.stop import Diverged, Stop
 from repeated import files_of, lines_of
@@ -85,29 +84,6 @@ def test_less_than_was_asked_is_a_failure_outside_a_step_too(new_runs, changes: 
     said = r"the engine gave \d completions for \d prompts; asked: 1 for each of \d\. 0 of 1 steps are saved\. Type"
     with pytest.raises(EngineFailed, match=said):
         runs.run("group@1")
-
-
-def test_a_failure_before_the_micro_batch_is_chosen_says_how_to_go_on(new_runs, monkeypatch) -> None:
-    runs, choose = new_runs(optim__micro_batch_size=None, steps=1, eval__questions=0), micro_batch.choose
-
-    def fail(*_: object) -> int:
-        raise EngineFailed("vLLM failed in sleep")
-
-    monkeypatch.setattr(micro_batch, "choose", fail)
-    with pytest.raises(EngineFailed) as raised:
-        runs.run()
-    remedy = f"0 of 1 steps are saved. Type python -m qerl_lab resume={runs.cfg.run_dir} to go on."
-    assert str(raised.value) == f"vLLM failed in sleep. {remedy}"
-    stop = Stop()
-
-    def fail_of_signal(*_: object) -> int:
-        stop.signalled = True
-        return fail()
-
-    monkeypatch.setattr(micro_batch, "choose", fail_of_signal)
-    assert runs.run(stop=stop) == INTERRUPTED
-    monkeypatch.setattr(micro_batch, "choose", choose)
-    assert runs.run() == OK
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(new_runs, whole, monkeypatch) -> None:

@@ -15,7 +15,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import Policy
 from qerl_lab.record import checkpoint
-from qerl_lab.rollout.engine import ASLEEP, EngineFailed
+from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import OK
 from qerl_lab.train import micro_batch
@@ -31,7 +31,6 @@ SETTINGS = {
     "steps": 3, "checkpoint__every": 0, "eval__questions": 4, "eval__samples": 1, "optim__learning_rate": 0.02,
     "optim__micro_batch_size": None,
 }  # fmt: skip
-SLEEPING = 6 * GIB
 LIMIT = 1000  # bytes that a pass may take before memory runs out
 
 
@@ -96,7 +95,7 @@ class Gpu:
         return self.total - self.others - self.own - self.kept, self.total
 
     def memory_reserved(self, *_: object) -> int:
-        return self.own + SLEEPING + self.kept
+        return self.own + self.kept
 
     def reset_peak_memory_stats(self, *_: object) -> None:
         self.peak, self.is_reset = self.memory_reserved(), True
@@ -131,21 +130,7 @@ def on_gpu(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], G
     return put
 
 
-class Engine(TransformersEngine):
-    """Has a cache that sleeps, which torch counts as reserved."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def sleep(self) -> None:
-        self.calls.append("sleep")
-
-    def held(self) -> dict[str, int]:
-        self.calls.append("held")
-        return {ASLEEP: SLEEPING}
-
-
-DATA = SimpleNamespace(longest_prompt=100)
+ENGINE, DATA = SimpleNamespace(held=dict), SimpleNamespace(longest_prompt=100)
 LARGE = {"rollout__prompts_per_step": 64, "optim__micro_batch_size": None}  # 256 completions, nine tenths of memory:
 
 
@@ -165,9 +150,8 @@ LARGE = {"rollout__prompts_per_step": 64, "optim__micro_batch_size": None}  # 25
 def test_it_fits_beside_what_others_hold(
     tiny, policy: Policy, on_gpu: Callable[[int], Gpu], others: int, changes: dict, size: int
 ) -> None:
-    gpu, engine = on_gpu(others), Engine()
-    assert choose(tiny(**LARGE, **changes), policy, engine, DATA, ALONE) == size
-    assert engine.calls == ["sleep", "held"], "measured beside an engine that is awake"
+    gpu = on_gpu(others)
+    assert choose(tiny(**LARGE, **changes), policy, ENGINE, DATA, ALONE) == size
     assert gpu.passes[-1] == (size, 100)
     assert gpu.kept == size * GIB
     assert gpu.is_reset, "the metric would count what was measured"
@@ -177,7 +161,7 @@ def test_moments_of_adam_get_their_room(tiny, policy: Policy, on_gpu: Callable[[
     on_gpu(0)
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     budgets = [
-        micro_batch.budget_bytes(tiny(**changes), policy, Engine())
+        micro_batch.budget_bytes(tiny(**changes), policy)
         for changes in ({"optim__name": "adamw_8bit", "device": "auto"}, {"optim__name": "adamw"})
     ]
     assert budgets == [int(68.4 * GIB) - 2 * trained, int(68.4 * GIB) - 8 * trained]
@@ -190,7 +174,7 @@ def test_no_room_for_one_completion_is_an_error_that_says_what_to_type(
     """Of 1 GiB that is free 0.9 may be taken; of none even one completion cannot be measured."""
     on_gpu(others)
     with pytest.raises(ConfigError) as caught:
-        choose(tiny(**LARGE), policy, Engine(), DATA, ALONE)
+        choose(tiny(**LARGE), policy, ENGINE, DATA, ALONE)
     said = str(caught.value)
     free = "0.90" if others == 75 else "0.00"
     assert f"one completion of 116 tokens does not fit into the {free} GiB that are free for it. {takes}" in said
@@ -215,7 +199,7 @@ def test_all_ranks_take_the_smallest_and_end_together(
 
         monkeypatch.setattr(micro_batch, "fit", fit_here)
         with ThreadPoolExecutor(2) as pool:
-            ends = [pool.submit(choose, cfg, policy, Engine(), DATA, ranks) for ranks in threads(2)]
+            ends = [pool.submit(choose, cfg, policy, ENGINE, DATA, ranks) for ranks in threads(2)]
         return [end.exception() or end.result() for end in ends]
 
     assert chosen(32, 8) == [8, 8]

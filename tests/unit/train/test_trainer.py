@@ -147,11 +147,9 @@ def test_a_clock_is_read_when_the_device_is_done(train) -> None:
         run.trainer.add_callback(After(lambda: events.append("update")))
         run.keep = lambda *_: events.append("report")
         run.engine.sync = lambda *_: events.append("sync")
-        run.engine.sleep = lambda: events.append("sleep")
 
     train(prepare=watch, steps=2, algorithm__updates_per_rollout=2, **SHORT)
-    rollout = ["sync", "wait", "sleep"]
-    step = [*rollout, "wait", "update", "update", "wait", "report"]  # the first wait here is that of the probes
+    step = ["sync", "wait", "wait", "update", "update", "wait", "report"]  # the second wait is that of the probes
     assert events == step * 2
 
 

@@ -1,8 +1,7 @@
 """Rollout engine on vLLM in the trainer's process: packed base and the policy's adapter, or all weights; noisy norms.
 
 Uses vLLM's documented interfaces only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
-`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. The exception is logprob_scheduler.py, whose interface vLLM
-documents as not public.
+`reset_prefix_cache`. The exception is logprob_scheduler.py, whose interface vLLM documents as not public.
 Tested by tests/unit/rollout/test_contract.py, and for every format by tests/gpu.
 """
 
@@ -33,7 +32,7 @@ from qerl_lab.model.linear import packed_layers, total_bytes
 from qerl_lab.model.on_disk import cache_bytes_per_token
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import read_json
-from qerl_lab.rollout.engine import ASLEEP, Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
+from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm import all_weights, logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, choose_backend
@@ -58,7 +57,7 @@ class VllmEngine(Engine):
     """
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
-        self.policy, self.cfg, self._asleep = policy, cfg, False
+        self.policy, self.cfg = policy, cfg
         if policy.device.type == "cpu":
             check_engine_on_cpu(cfg, "torch sees none here")
         os.environ.update(IN_THIS_PROCESS)
@@ -80,10 +79,6 @@ class VllmEngine(Engine):
                 self._share_base()
         if isinstance(self._adapter, DenseAdapter):
             self._adapter.begin(self.llm)
-        if cfg.rollout.vllm.sleep:
-            from qerl_lab.rollout.vllm import sleep  # needs vLLM's GPU build
-
-            sleep.install(self.llm)
         self._norms = self._find_norms()  # kept for `sync`, because the lookup takes a millisecond
         path = cfg.model.path
         check_norms(self._norms, policy.clean_norms, f"vLLM, for model.path={path},", "Type rollout=transformers.")
@@ -94,7 +89,6 @@ class VllmEngine(Engine):
 
         Resets the prefix cache too, which holds results of the old weights.
         """
-        self._wake()
         noisy = noise.onto_norms(self.policy.clean_norms)
 
         def write_norms(model: nn.Module) -> None:
@@ -111,34 +105,6 @@ class VllmEngine(Engine):
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
             if self.policy.device.type == "cuda":  # vLLM may sample on another stream than this one
                 torch.cuda.synchronize(self.policy.device)
-
-    def sleep(self) -> None:
-        """Release the key-value cache's memory until `sync` or `generate`, if rollout.vllm.sleep is set."""
-        if self._asleep or not self.cfg.rollout.vllm.sleep:
-            return
-        from qerl_lab.rollout.vllm import sleep
-
-        self._asleep = True
-        with raising_engine_failed("sleep"):
-            try:
-                self.llm.sleep(level=1)
-            except AssertionError:  # vLLM's check after sleeping: another program took GPU memory meanwhile
-                if not sleep.asleep_bytes():
-                    raise
-
-    def _wake(self) -> None:
-        """Map the key-value cache again, zeroed, if the engine sleeps.
-
-        Raises EngineFailed if too little memory is free; the engine then stays asleep.
-        """
-        if not self._asleep:
-            return
-        with raising_engine_failed("wake_up"):
-            torch.cuda.empty_cache()  # return torch's cached memory to the device
-            self.llm.collective_rpc("wake_up")  # the worker first, whatever state vLLM's engine is in
-            self.llm.wake_up()
-            torch.cuda.synchronize(self.policy.device)
-        self._asleep = False
 
     def _share_base(self) -> None:
         """Let the policy use vLLM's copy of the base. Raises ConfigError if the trainer cannot read its layout."""
@@ -177,7 +143,6 @@ class VllmEngine(Engine):
         deadline = started + 60 * minutes
         names_P_G, found = list[list[str]](), dict[str, RequestOutput]()  # vLLM's ids of completions; by request id
         logprob_scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
-        self._wake()
         with random_state_restored(self.policy.device):
             try:
                 for index, (ids, seed) in enumerate(zip(prompt_ids_P, sampling.seeds(len(prompt_ids_P)), strict=True)):
@@ -209,7 +174,7 @@ class VllmEngine(Engine):
         weights = self.llm.apply_model(total_bytes)[0]  # including the copy for `dense_rows`
         weights -= one_copy.shared_bytes(self.policy)
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
-        return {"vLLM's weights": weights, ASLEEP if self._asleep else "vLLM's key-value cache": cache}
+        return {"vLLM's weights": weights, "vLLM's key-value cache": cache}
 
     def close(self) -> None:
         """Shut vLLM down in this process and release its memory."""
@@ -227,10 +192,6 @@ class VllmEngine(Engine):
             gc.unfreeze()  # vLLM froze loaded objects
         del self.llm
         gc.collect()
-        if self.cfg.rollout.vllm.sleep:
-            from qerl_lab.rollout.vllm import sleep
-
-            sleep.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -263,7 +224,6 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         **serving_arguments(cfg, dtype, policy.device),
         "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device) - weights),
         "gpu_memory_utilization": 0.01,  # no effect with the line above, but checked against free memory
-        "enable_sleep_mode": own.sleep,
         "linear_backend": IN_VLLM.get(backend, backend),
         "scheduler_cls": logprob_scheduler.SCHEDULER,
         "use_tqdm_on_load": False,
