@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +18,6 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.partial import Unfinished
 from qerl_lab.system.disk import make_directory, make_readable, replace_file, strict_json
-from qerl_lab.tools import pretrain
 from qerl_lab.train.__main__ import needs_no_traceback
 
 
@@ -57,20 +55,6 @@ def test_a_folder_that_cannot_be_written_is_refused(
     Path("file").write_text("mine")
     with pytest.raises(ConfigError, match=r"^out=x cannot be written \(.*\)\. Type another directory\.$"):
         make_directory(Path(folder), "out=x")
-
-
-def test_pretraining_is_refused_before_it_takes_minutes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pretrain, "train", lambda *args: pytest.fail("it began"))
-    Path("full").mkdir()
-    Path("full/mine").write_text("mine")
-    assert pretrain.main(["out=/proc/nowhere"]) == pretrain.main(["out=full"]) == 2
-    message = capsys.readouterr().err
-    assert "out=/proc/nowhere cannot be written (No such file or directory" in message
-    assert "out=full is not empty. Type another directory" in message
-    assert os.listdir() == ["full"]
 
 
 def test_a_benchmark_is_refused_before_it_measures(

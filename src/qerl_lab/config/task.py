@@ -81,4 +81,4 @@ class TaskConfig:
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
 
 
-ARITHMETIC = TaskConfig().name  # makes its own questions; the embedded policy was made for it (`tools.pretrain`)
+ARITHMETIC = TaskConfig().name  # makes its own questions; the embedded policy was made for it

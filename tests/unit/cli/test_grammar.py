@@ -156,7 +156,6 @@ COMMANDS = (
     Typed("qerl_lab.tools.samples", "", "run"),
     Typed("qerl_lab.tracking", "resync", "run"),
     Typed("qerl_lab.tracking", "table", ""),
-    Typed("qerl_lab.tools.pretrain", "", "out=made"),
 )
 Main = Callable[[list[str]], int]
 every_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.module} {command.pick}")

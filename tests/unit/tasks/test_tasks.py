@@ -3,6 +3,7 @@
 import hashlib
 import random
 import re
+import runpy
 import shutil
 import time
 from collections import Counter
@@ -15,8 +16,8 @@ from qerl_lab.config import conf_folder
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.task import PAPER_INSTRUCTION, ArithmeticConfig, TaskConfig
 from qerl_lab.tasks import arithmetic
-from qerl_lab.tools.pretrain import examples
 
+PRETRAIN = runpy.run_path(str(Path(__file__).parents[3] / "results/pocket/pretrain.py"))
 DIFFICULTIES = [
     {},
     {"min_steps": 1, "max_steps": 1, "max_operand": 20},
@@ -73,7 +74,7 @@ def test_train_and_heldout_sets_share_no_problem_no_text_and_no_numbers(difficul
 def test_the_split_is_a_property_of_the_question_and_the_pocket_is_never_taught_a_heldout_one() -> None:
     cfg = TaskConfig()
     heldout = {question.prompt for question in arithmetic.heldout(cfg)}
-    taught = examples(cfg, random.Random(0))
+    taught = PRETRAIN["examples"](cfg, random.Random(0))
     assert not heldout & {next(taught).prompt for _ in range(3000)}
     drawn = problems(cfg, 3000)
     assert sum(problem.is_heldout for problem in drawn) / len(drawn) == pytest.approx(1 / 8, abs=0.03)

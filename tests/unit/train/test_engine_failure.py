@@ -12,7 +12,7 @@ from qerl_lab.record import checkpoint
 from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train.step import sampling_settings
-from qerl_lab.train.stop import Diverged, Stop
+from qerl_lab.train.stop import Diverged
 from repeated import files_of, lines_of
 
 SETTINGS = {

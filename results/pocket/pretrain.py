@@ -1,4 +1,4 @@
-"""Make the pocket policy from random weights: `python -m qerl_lab.tools.pretrain out=DIR [seed=0] [updates=650]`.
+"""Make the pocket policy from random weights: `python results/pocket/pretrain.py out=DIR [seed=0] [updates=650]`.
 
 The pocket policy is the model that the package embeds: a Qwen2 of about 0.9M parameters, trained on worked solutions of
 `task=arithmetic`, never on held-out problems. After the last update about half of the answers are right, so
@@ -14,7 +14,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab import tasks
 from qerl_lab.cli.grammar import Command
@@ -22,17 +25,14 @@ from qerl_lab.config.option import ConfigError, option
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import RECIPE
 from qerl_lab.config.schema import TaskConfig
+from qerl_lab.model.chat import Chat
 from qerl_lab.system import exits, terminal
 from qerl_lab.system.disk import make_directory
 from qerl_lab.tasks import arithmetic
 from qerl_lab.tasks.answers.completion import TAGS
 from qerl_lab.tools.warmup import worked_example
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
-
-LINE = "python -m qerl_lab.tools.pretrain"
+LINE = "python results/pocket/pretrain.py"
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -75,8 +75,6 @@ def make(options: PretrainOptions) -> None:
         raise ConfigError(f"out={options.out} is not empty. Type another directory.")
     make_directory(out, f"out={options.out}")
     terminal.quiet_third_parties()
-    import torch
-
     recipe = Recipe(seed=options.seed, updates=options.updates)
     model, tokenizer = train(recipe, tasks.read_task_config("arithmetic"))
     model.to(torch.bfloat16).save_pretrained(out)  # the formats start from it
@@ -92,13 +90,11 @@ def make(options: PretrainOptions) -> None:
     print(f"wrote {out}")
 
 
-def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrainedTokenizerFast"]:
+def train(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """Train a tokenizer and a model on worked solutions of the task `cfg`; return both.
 
     Prints the loss every 20 updates.
     """
-    import torch
-
     task, source = tasks.load(cfg), examples(cfg, random.Random(recipe.seed))
     tokenizer = make_tokenizer(recipe, [
         f"system\n{task.instruction}\nuser\n{question.prompt}\nassistant\n{question.payload['solution']}"
@@ -133,11 +129,8 @@ def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tasks.Question]:
             yield arithmetic.worked_question(rng, drawn)
 
 
-def make_tokenizer(recipe: Recipe, texts: list[str]) -> "PreTrainedTokenizerFast":
+def make_tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `texts`. It encodes any text; digits stay single tokens, as in Qwen2."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -155,11 +148,8 @@ def make_tokenizer(recipe: Recipe, texts: list[str]) -> "PreTrainedTokenizerFast
     )  # fmt: skip
 
 
-def make_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2ForCausalLM":
+def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Make a Qwen2 of the recipe's size with seeded random weights in float32."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_layers, num_attention_heads=recipe.num_heads,
@@ -172,15 +162,13 @@ def make_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2Fo
 
 
 def batch_of(
-    task: tasks.Task, tokenizer: "PreTrainedTokenizerFast", questions: list[tasks.Question]
-) -> dict[str, "Tensor"]:
+    task: tasks.Task, tokenizer: PreTrainedTokenizerFast, questions: list[tasks.Question]
+) -> dict[str, torch.Tensor]:
     """Tokenize questions with their worked solutions into a padded batch to train on.
 
     Returns input_ids, attention_mask and labels, each [questions, longest]. Tokens of the question have no loss.
     """
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    from qerl_lab.model.chat import Chat
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # prints at import, until `make` quiets it
 
     chat = Chat(tokenizer)
     rows = [worked_example(chat, task, question) for question in questions]
@@ -194,10 +182,8 @@ COMMAND = Command(
     make,
     examples=((f"{LINE} out=pocket", "the policy of the package, in minutes"),),
     required=("out",),
-    alone=True,
 )
-main = exits.command(COMMAND.run)
 
 
 if __name__ == "__main__":
-    exits.run(main)
+    exits.run(exits.command(COMMAND.run))
