@@ -52,8 +52,8 @@ CURVES = (
     Curve("reward", "Reward", "mean reward of a step", "reward/mean"),
     Curve("entropy", "Entropy of the trainer's policy", "nats per token", "policy/entropy_nats", bounds=NATS),
     Curve("sampler_entropy", "Entropy of the (noisy) sampler", "nats per token", "sampler/entropy_nats", bounds=NATS),
-    Curve("accuracy", "Held-out accuracy, all questions", "right answers", "eval/accuracy", bounds=SHARE),
-    Curve("subset_accuracy", "Held-out accuracy, the first questions", "right answers", "eval/subset_accuracy",
+    Curve("accuracy", "Held-out accuracy, all questions", "fraction right", "eval/accuracy", bounds=SHARE),
+    Curve("subset_accuracy", "Held-out accuracy, the first questions", "fraction right", "eval/subset_accuracy",
           bounds=SHARE),
     Curve("throughput", "Throughput, end to end", "tokens per second", "step/tokens_per_second", from_zero=True),
     Curve("rollout_throughput", "Throughput of rollouts", "tokens per second", "rollout/tokens_per_second",
@@ -115,7 +115,7 @@ def draw(
             _draw_panel(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by, unit=unit)
             add_panel_legend(axis)
         axes.flat[0].set_title(curve.title)
-        axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
+        axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen, curve))
     return figure
 
 
@@ -168,19 +168,26 @@ def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -
         chosen = points[points["metric"] == curve.metric]
         _draw_panel(axis, chosen, labels, curve, styles, thin=False)
         axis.set_title(curve.title)
-        axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen["value"], curve))
+        axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen, curve))
     add_legend_below(figure)
     add_title(figure, title)
     return figure
 
 
-def _axis_limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
-    """Return (low, high) of the y axis: the limits `drawn` so far, cut so that wide intervals do not flatten the lines.
+def _is_line(points: pd.DataFrame, curve: Curve) -> bool:
+    """Tell whether a metric is drawn as lines: not if it was measured only before and after training."""
+    return points.groupby("run_id")[STEP].nunique().max() > 2 or not curve.metric.startswith("eval/")
 
-    The cut is at a quarter of the range of `values` beyond `values`, and at `curve.bounds`. With `curve.from_zero` low
-    is 0.
+
+def _axis_limits(drawn: tuple[float, float], points: pd.DataFrame, curve: Curve) -> tuple[float, float]:
+    """Return (low, high) of the y axis: the limits `drawn` so far, cut so that wide bands do not flatten the lines.
+
+    The cut is at a quarter of the range of the values beyond the values, and at `curve.bounds`. Points before and after
+    training keep their whole intervals. With `curve.from_zero` low is 0.
     """
+    values = points["value"]
     room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
+    room = room if _is_line(points, curve) else math.inf
     low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
     return 0 if curve.from_zero else low, high
 
@@ -193,7 +200,7 @@ def _draw_panel(
 
     `thin=False` omits single seeds.
     """
-    is_line = points.groupby("run_id")[STEP].nunique().max() > 2 or not curve.metric.startswith("eval/")
+    is_line = _is_line(points, curve)
     for number, (arm, label) in enumerate(labels.items()):
         own = points[points["arm"] == arm]
         if own.empty:
@@ -232,7 +239,8 @@ def _draw_two_points(
         if thin and len(values) > 1:
             axis.plot([x[-1]] * len(values), values, ".", color=style["color"], ms=4, alpha=0.4)
     axis.plot(x, means, label=label, zorder=3, **{**style, "linestyle": ":", "lw": 0.8})
-    axis.errorbar(x, means, yerr=np.transpose(ends), fmt="none", ecolor=style["color"], elinewidth=1.2, capsize=3)
+    axis.errorbar(x, means, yerr=np.transpose(ends), fmt="none", ecolor=style["color"], elinewidth=1.2, capsize=3,
+                  clip_on=False, zorder=3)  # fmt: skip
 
 
 def _draw_line(

@@ -100,6 +100,17 @@ def test_accuracy_before_and_after_has_two_points_with_intervals_and_no_curve_be
     assert {line.get_linestyle() for line in means(axis)} == {"-"}
 
 
+def test_an_accuracy_after_training_shows_its_whole_interval_with_both_caps() -> None:
+    table = accuracies(["bf16"], (0, 30))  # the interval is more than a quarter wider than the values
+    (axis,) = draw(table, ACCURACY, curves.STEP, "bf16").axes
+    (interval,) = axis.containers
+    caps = [end for line in interval.lines[1] for end in line.get_ydata()]
+    low, high = axis.get_ylim()
+    assert low <= min(caps)
+    assert max(caps) <= high
+    assert not any(line.get_clip_on() for line in interval.lines[1])  # a cap at 0 or 1 is on the panel's edge
+
+
 def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     found = comparison.curves(comparison.read([tmp_path]))
