@@ -1,7 +1,9 @@
 """Style every figure: one color per weight format, also in the paper's curves; dashes and markers separate arms."""
 
 import io
+import itertools
 import math
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +27,8 @@ DPI = 160  # 704 pixels for a panel: sharp on a phone and at half the width of a
 KNOWN = {DENSE_FORMAT: "#000000", "nvfp4": "#0072B2", "mxfp4": "#D55E00", "nf4": "#009E73", "fp8": "#332288"}
 OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # colors that `KNOWN` does not use
 FORMATS: dict[str, str] = KNOWN | dict(zip(sorted({*choices_of("format")} - {*KNOWN}), OTHERS[::-1], strict=False))
+# Noise schedules that the paper draws; a figure whose arms have several formats shows the colors of formats instead.
+SCHEDULES = {"exponential": "#56B4E9", "linear": "#E69F00", "cosine": "#CC79A7", "logarithmic": "#777777"}
 DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv" + "PX*"
 PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that differ from ours
 
@@ -61,14 +65,19 @@ def formats(arms: Mapping[str, Sequence[Run]]) -> dict[str, str]:
 def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return color, line style and marker of each arm as arguments of `plot`; `formats` maps arms to weight formats.
 
-    Arms of one format share a color and differ in dashes. If all arms have one format, only the first has the color of
-    the format, and the others have colors of `OTHERS`.
+    Arms of one format share a color and differ in dashes. If all arms have one format, an arm that names a schedule of
+    `SCHEDULES` has the color of the schedule. Of the others the first has the color of the format, and the rest have
+    colors of `OTHERS`.
     """
     several, found, arms_of_format = len(set(formats.values())) > 1, {}, Counter[str]()
+    words = {arm: [word for word in re.findall("[a-z]+", arm.lower()) if word in SCHEDULES] for arm in formats}
+    named = {} if several else {arm: SCHEDULES[said[0]] for arm, said in words.items() if said}
+    free = itertools.cycle(shade for shade in OTHERS if shade not in named.values())
+    plain = next((arm for arm in formats if arm not in named), None)
     for place, (arm, weight_format) in enumerate(formats.items()):
         number = arms_of_format[weight_format]  # arms of this format so far
         arms_of_format[weight_format] += 1
-        shade = color(weight_format) if several or not place else OTHERS[(place - 1) % len(OTHERS)]
+        shade = named.get(arm) or (color(weight_format) if several or arm == plain else next(free))
         looks = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[place % len(MARKERS)]}
         found[arm] = {"color": shade, **looks, "markerfacecolor": "white" if number else shade}
     return found

@@ -128,11 +128,21 @@ def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
     assert drawn == {name: palette.FORMATS[name] for name in ("nvfp4", "nf4", "mxfp4", "bf16")}
     with palette.styled():
         assert not {*palette.plt.rcParams["axes.prop_cycle"].by_key()["color"]} & {*palette.KNOWN.values()}
-    alike = palette.styles(dict.fromkeys(("off", "linear", "cosine"), "nvfp4"))
+    alike = palette.styles(dict.fromkeys(("rank 16", "rank 32", "rank 64"), "nvfp4"))
     shades = [style["color"] for style in alike.values()]
     assert shades[0] == palette.FORMATS["nvfp4"]
     assert len(set(shades)) == 3
     assert not set(shades[1:]) & set(palette.FORMATS.values())
+
+
+def test_a_noise_schedule_has_one_color_in_our_figures_and_the_paper_s() -> None:
+    arms = [f"aqn={name}" for name in ("adaptive", "cosine", "exponential", "kl", "linear", "logarithmic", "off")]
+    looks = palette.styles(dict.fromkeys(arms, "nvfp4"))
+    assert len({style["color"] for style in looks.values()}) == len(arms)
+    ours = {arm.removeprefix("aqn="): style["color"] for arm, style in looks.items()}
+    for figure in (one for one in paper_curves.FIGURES if one.varies == "schedule"):
+        drawn = {line.get_label().split()[0]: line.get_color() for line in paper_curves.draw(figure).axes[0].lines}
+        assert drawn == {name: ours[name] for name in palette.SCHEDULES}
 
 
 def test_a_png_keeps_the_color_of_each_line() -> None:
