@@ -18,12 +18,12 @@ from qerl_lab.report.claims import Claim
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.curves import LEGEND_CHARS, add_panel_legend
 from qerl_lab.report.measures import MEASURES, Unmeasured, count_right
-from qerl_lab.report.palette import styled
+from qerl_lab.report.palette import format_tick, styled
 from qerl_lab.report.runs import Run
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.verdicts import Row
 
-PANELS_ACROSS, NAME_CHARS, MEANING_CHARS = 3, 22, 34  # the last two: characters in a line
+PANELS_ACROSS, NAME_CHARS, MEANING_CHARS = 3, 24, 34  # the last two: characters in a line
 SMALLEST: dict[str, Any] = {"color": "grey", "linestyle": ":", "linewidth": 0.9}
 PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
 
@@ -62,7 +62,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, **looks[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(samples) for samples in k])
-    axis.set(title="pass@k after training", xlabel="k (samples per question)", ylabel="questions with a right answer")
+    axis.set(title="pass@k after training", xlabel="k (samples per question)", ylabel="fraction with a right answer")
     add_panel_legend(axis)
     return figure
 
@@ -114,13 +114,14 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
     if not claims:
         return None
     across = min(PANELS_ACROSS, len(claims))
-    down, tallest = math.ceil(len(claims) / across), max(map(len, claims))
-    lines = max(_label_of(own[0].claim).count("\n") for own in claims)
-    size = (4.4 * across, 0.3 + down * (0.9 + 0.17 * lines + 0.5 * tallest))
-    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
-    for axis, own in zip(axes.flat, claims, strict=False):
+    levels = [claims[first : first + across] for first in range(0, len(claims), across)]  # panels side by side
+    tallest = [max(map(len, level)) for level in levels]
+    lines = sum(max(_label_of(own[0].claim).count("\n") for own in level) for level in levels)
+    size = (4.4 * across, 0.3 + 0.9 * len(levels) + 0.17 * lines + 0.5 * sum(tallest))
+    figure, axes = plt.subplots(len(levels), across, figsize=size, squeeze=False, height_ratios=tallest)
+    for number, (axis, own) in enumerate(zip(axes.flat, claims, strict=False)):
         _draw_claim(axis, own)
-        axis.set_ylim(0.5 - tallest, 0.5)
+        axis.set_ylim(0.5 - tallest[number // across], 0.5)
     for axis in axes.flat[len(claims) :]:
         axis.set_axis_off()
     marks = _marks_of_effects(measured)
@@ -147,12 +148,15 @@ def _marks_of_effects(measured: Sequence[Row]) -> list[Line2D]:
 def _label_of(claim: Claim) -> str:
     """Return the label of the x axis: what the claim measures, how the arms are compared, and the unit."""
     measure = MEASURES[claim.measure]
-    signs = "treated / control" if claim.is_ratio else "treated - control"
-    return textwrap.fill(measure.meaning, MEANING_CHARS) + f"\n{signs}, {measure.unit}"
+    signs = "treated / control" if claim.is_ratio else f"treated - control, {measure.unit}"
+    return f"{textwrap.fill(measure.meaning, MEANING_CHARS)}\n{signs}"
 
 
 def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
-    """Draw the effects of one claim's contrasts, one below the other; `rows` are measured."""
+    """Draw the effects of one claim's contrasts, one below the other; `rows` are measured.
+
+    An arrow to the edge of the panel is an end of an interval that has no bound.
+    """
     claim = rows[0].claim
     axis.axvline(1.0 if claim.is_ratio else 0.0, color="black", linewidth=0.8)
     for sign in [claim.direction] if claim.direction else [-1, 1]:
@@ -165,13 +169,19 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
         shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
         face = shade if row.judged else "white"
         axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", markerfacecolor=face, capsize=3)
+        for edge, end in enumerate(ends):
+            if not math.isfinite(end):
+                arrow = {"arrowstyle": "->", "color": shade, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
+                axis.annotate("", (edge, -place), (mean, -place), ("axes fraction", "data"), "data", arrow)
         printed = [value for _, value in row.printed]
         axis.plot(printed, [-place] * len(printed), **PRINTED)
-    names = [textwrap.fill(_name_with_seeds(row), NAME_CHARS) for row in rows]
+    names = [textwrap.fill(_name_with_seeds(row), NAME_CHARS, break_long_words=False, break_on_hyphens=False)
+             for row in rows]  # fmt: skip
     axis.set_yticks([-place for place in range(len(rows))], names)
     axis.set(title=claim.name.replace("_", " "), xlabel=_label_of(claim))
     axis.margins(x=0.06)
     axis.locator_params(axis="x", nbins=5)
+    axis.xaxis.set_major_formatter(format_tick)
 
 
 def _name_with_seeds(row: Row) -> str:

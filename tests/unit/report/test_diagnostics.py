@@ -123,6 +123,30 @@ def test_an_effect_with_too_few_seeds_for_a_verdict_is_hollow_and_says_so(found:
         assert label.endswith(ending)
 
 
+def test_an_end_without_a_bound_is_an_arrow_and_a_ratio_has_no_unit(found: Comparison) -> None:
+    row = next(row for row in verdicts.judge(found.counted, found.runs) if row.numbers)
+    mean, low, _ = row.numbers.effect
+    unbounded = replace(row, numbers=replace(row.numbers, effect=(mean, low, math.inf)))
+    axis = diagnostics.draw_effects([unbounded]).axes[0]
+    (arrow,) = axis.texts
+    assert (arrow.xy, arrow.xyann) == ((1, 0), (mean, 0))
+    assert axis.get_xlabel().endswith("treated - control, nats")
+    measure = next(name for name, measure in MEASURES.items() if measure.ratio)
+    ratio = replace(row, claim=replace(row.claim, measure=measure, smallest=1.1))
+    assert diagnostics.draw_effects([ratio]).axes[0].get_xlabel().endswith("treated / control")
+
+
+def test_names_of_contrasts_break_between_words_and_rows_are_as_high_as_their_claims(found: Comparison) -> None:
+    row = next(row for row in verdicts.judge(found.counted, found.runs) if row.numbers)
+    claims = [replace(row, claim=replace(row.claim, name=name)) for name in ("a", "a", "a", "a", "b", "c", "d")]
+    rate = (("optim.learning_rate", "0.0006"),)
+    figure = diagnostics.draw_effects([replace(one, context=rate) for one in claims])
+    assert figure.axes[0].get_yticklabels()[0].get_text() == "nvfp4 against bf16\n(optim.learning_rate=0.0006)"
+    figure.canvas.draw()
+    tall, low = (figure.axes[number].get_window_extent().height for number in (0, 3))
+    assert tall > 2.5 * low
+
+
 def test_effects_name_their_marks_and_no_label_is_cut(found: Comparison) -> None:
     rows = [row for row in verdicts.judge(found.counted, found.runs) if row.numbers]
     longest = max(MEASURES, key=lambda name: len(MEASURES[name].meaning))
