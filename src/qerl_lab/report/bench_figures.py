@@ -126,6 +126,7 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
             axis.annotate(text, (end, place), (3, 0), textcoords="offset points", fontsize=8, va="center")
         axis.set(xlabel=label, xlim=(0, 1.18 * total.max()))
         axis.grid(visible=False, axis="y")
+        axis.locator_params(axis="x", nbins=5)  # more labels run into those of the next panel
         axis.xaxis.set_major_formatter(format_tick)
     axes.flat[0].invert_yaxis()
     if len(parts.columns) > 1:
