@@ -33,7 +33,7 @@ def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
     log(tracker, range(1, 40))
     tracker.log(39, {"eval/accuracy": 0.75})
     RunDirectory(run_dir).append_samples([Sample(1, "7+5", "?", "12", {"answer": 1.0}, True)])
-    tracker.finish("FINISHED", {"accuracy_after": 0.75, "steps": 39})
+    tracker.finish("FINISHED", {"accuracy_after": 0.75, "accuracy_gain_interval": [0.1910695, 0.2933054], "steps": 39})
     (run,) = runs(db)
     assert run.info.run_id == RunDirectory(run_dir).mirror()["run_id"]
     assert run.info.status == "FINISHED"
@@ -45,7 +45,8 @@ def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
     assert tags.items() <= run.data.tags.items()
     stored = {file.path for file in MlflowClient(tracking_uri=db).list_artifacts(run.info.run_id)}
     assert stored == {"resolved.yaml", "metrics.jsonl", "samples.jsonl", "curves.png"}
-    assert run.data.tags["mlflow.note.content"].endswith("| accuracy after | 0.75 |\n| steps | 39 |\n")
+    numbers = "| accuracy after | 0.75 |\n| accuracy gain interval | [0.1911, 0.2933] |\n| steps | 39 |\n"
+    assert run.data.tags["mlflow.note.content"].endswith(numbers)
     (experiment,) = MlflowClient(tracking_uri=db).search_experiments(filter_string="name = 'qerl-lab'")
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"  # a link opens the page of curves
     mirror = mlflow_module.MlflowMirror(cfg, RunDirectory(run_dir))
