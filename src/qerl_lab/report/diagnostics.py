@@ -23,7 +23,7 @@ from qerl_lab.report.runs import Run
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.verdicts import Row
 
-PANELS_ACROSS, NAME_CHARS, MEANING_CHARS = 3, 24, 34  # the last two: characters in a line
+PANELS_ACROSS, NAME_CHARS, MEANING_CHARS = 3, 24, 32  # the last two: characters in a line
 SMALLEST: dict[str, Any] = {"color": "grey", "linestyle": ":", "linewidth": 0.9}
 PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
 
