@@ -42,11 +42,27 @@ def execute(notebook: Path, folder: Path = HERE) -> nbformat.NotebookNode:
     return run
 
 
+def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Join text that arrived in several parts, so that the numbers in names of figures stay the same.
+
+    Leaves out stderr: warnings of libraries about this machine.
+    """
+    found = list[nbformat.NotebookNode]()
+    for one in outputs:
+        if one.get("name") == "stderr":
+            continue
+        if found and one["output_type"] == found[-1]["output_type"] == "stream":
+            found[-1]["text"] += one["text"]
+        else:
+            found.append(one)
+    return found
+
+
 def write(notebook: Path) -> None:
     """Run one, and replace its page and its figures."""
     run, files = execute(notebook), PAGES / f"{notebook.stem}_files"
-    for cell in run.cells:  # warnings of libraries about this machine
-        cell["outputs"] = [one for one in cell.get("outputs", []) if one.get("name") != "stderr"]
+    for cell in run.cells:
+        cell["outputs"] = joined(cell.get("outputs", []))
     exporter = MarkdownExporter(config=Config({"NbConvertBase": {"display_data_priority": SHOWN}}))
     text, resources = exporter.from_notebook_node(run, {"unique_key": notebook.stem, "output_files_dir": files.name})
     shutil.rmtree(files, ignore_errors=True)

@@ -83,3 +83,12 @@ def test_a_changed_cell_changes_the_digest_and_the_file_s_form_does_not(tmp_path
     notebook.cells[-1]["source"] += " "
     nbformat.write(notebook, copy)
     assert RENDER["digest"](copy) != RENDER["digest"](NOTEBOOKS[0])
+
+
+def test_text_that_arrives_in_parts_is_one_output() -> None:
+    """Else the figures behind it get other names in each rendering."""
+    new = nbformat.v4.new_output
+    figure = new("display_data", {"text/plain": "figure"})
+    parts = [new("stream", text="\n"), new("stream", text="a"), new("stream", name="stderr", text="!"), figure]
+    text, last = RENDER["joined"](parts)
+    assert (text["text"], last) == ("\na", figure)
