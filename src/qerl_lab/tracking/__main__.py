@@ -37,7 +37,8 @@ def fill_mlflow(options: ResyncOptions) -> None:
     try:
         print(resync(RunDirectory(Path(options.run_dir).expanduser()), options.uri))
     except (MlflowException, OSError) as error:  # OSError: the file of an sqlite store cannot be created
-        raise ConnectionError(f"not resynced. {error}") from error
+        advice = "Type the command again once the store answers, or add uri=STORE."
+        raise ConnectionError(f"not resynced. {error}. {advice}") from error
 
 
 COMMANDS: dict[str, Command[Any]] = {

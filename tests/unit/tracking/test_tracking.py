@@ -228,7 +228,9 @@ def test_what_cannot_be_resynced_is_one_line(tmp_path: Path, capsys: pytest.Capt
     run.begin()
     said = "error: uri=mlruns is no address of an MLflow store; allowed: sqlite:///FILE.db"
     assert refused(2, "uri=mlruns").startswith(said)
-    assert refused(1, "uri=sqlite:////proc/x.db").startswith("error: not resynced. [Errno")
+    said = refused(1, "uri=sqlite:////proc/x.db")
+    assert said.startswith("error: not resynced. [Errno")
+    assert "Type the command again once the store answers, or add uri=STORE." in said
 
 
 # --- Weights & Biases
