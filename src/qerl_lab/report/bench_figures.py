@@ -17,6 +17,7 @@ from qerl_lab.report.speed_tables import printed_rollouts
 
 BASES = {"qlora": "nf4", "bf16": "bf16"}  # names of baselines -> weight format of the baseline in the paper
 PAPER = "paper, Figure 11, batch 1"
+NOT_SPLIT = "not timed apart"
 VISIBLE = 0.002  # share of the longest bar; shorter parts would show only in the legend
 
 
@@ -77,11 +78,11 @@ def _draw_rollouts(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Fi
 
 
 def _draw_step_times(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
-    """Draw the seconds of a step: a bar per arm, split by phase. Time outside the phases appears as `other`."""
+    """Draw the seconds of a step: a bar per arm, split by phase. Other time, and all of TRL's, has its own color."""
     rows = rows.set_index("arm")
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
-    parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
-    colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {"other": {"color": "0.8"}}
+    parts[NOT_SPLIT] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
+    colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {NOT_SPLIT: {"color": "0.8"}}
     ragged = f", mean_tokens={about['mean_tokens']:g}" if about.get("mean_tokens") else ""
     asked = f"{about['groups']} x {about['group_size']} completions of at most {about['new']:,} tokens{ragged}"
     title = f"GRPO step, {about['model']}, {gpu}\n{asked}"
