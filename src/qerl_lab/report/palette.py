@@ -72,7 +72,10 @@ def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     several, found, arms_of_format = len(set(formats.values())) > 1, {}, Counter[str]()
     words = {arm: [word for word in re.findall("[a-z]+", arm.lower()) if word in SCHEDULES] for arm in formats}
     named = {} if several else {arm: SCHEDULES[said[0]] for arm, said in words.items() if said}
-    free = itertools.cycle(shade for shade in OTHERS if shade not in named.values())
+    taken = SCHEDULES.values() if named else ()  # last, since the paper's figures below may show them
+    free = itertools.cycle(
+        sorted({*OTHERS} - {*named.values()}, key=lambda shade: (shade in taken, OTHERS.index(shade)))
+    )
     plain = next((arm for arm in formats if arm not in named), None)
     for place, (arm, weight_format) in enumerate(formats.items()):
         number = arms_of_format[weight_format]  # arms of this format so far

@@ -139,6 +139,8 @@ def test_a_noise_schedule_has_one_color_in_our_figures_and_the_paper_s() -> None
     arms = [f"aqn={name}" for name in ("adaptive", "cosine", "exponential", "kl", "linear", "logarithmic", "off")]
     looks = palette.styles(dict.fromkeys(arms, "nvfp4"))
     assert len({style["color"] for style in looks.values()}) == len(arms)
+    few = [style["color"] for style in palette.styles(dict.fromkeys(["adaptive", "kl", "linear"], "nvfp4")).values()]
+    assert not {*few[:2]} & {*palette.SCHEDULES.values()}
     ours = {arm.removeprefix("aqn="): style["color"] for arm, style in looks.items()}
     for figure in (one for one in paper_curves.FIGURES if one.varies == "schedule"):
         drawn = {line.get_label().split()[0]: line.get_color() for line in paper_curves.draw(figure).axes[0].lines}
