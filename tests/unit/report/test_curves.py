@@ -157,7 +157,8 @@ def test_a_png_keeps_the_color_of_each_line() -> None:
             axis.fill_between(steps, wave - 1, wave + 1, color=line_color, alpha=0.15, linewidth=0)
     image = Image.open(io.BytesIO(palette.png(figure)))
     pixels = {rgb for _, rgb in image.convert("RGB").getcolors()}
-    assert {ImageColor.getrgb(line_color) for line_color in colors} <= pixels
+    assert {ImageColor.getrgb(shade) for shade in [*colors, "white"]} <= pixels
+    assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
     assert image.mode == "P"
 
 
