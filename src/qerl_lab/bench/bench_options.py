@@ -31,10 +31,10 @@ PEFT = {"bf16_peft": "bf16", "qlora": "nf4"}
 VLLM = {"bf16_stock": "bf16", "qlora_stock": "nf4", "nvfp4_stock": "nvfp4", "mxfp4_stock": "mxfp4", "fp8_stock": "fp8"}
 TRL = {"bf16_trl": "bf16", "qlora_trl": "nf4"}
 ARM = (
-    "a format is the lab's engine, {}; KEY=VALUE after a name, in quotes, changes a key of the run (of a baseline: an "
-    "argument of {})"
+    "a format's name is the lab's engine in that format, {}; KEY=VALUE after a name, in quotes, changes a key of the "
+    "run (of a baseline: an argument of {})"
 )
-OUT = "where NAME.json and NAME.png go, less the suffix; what is there is replaced"
+OUT = "results, as OUT.json and OUT.png; files there are replaced"
 Row = dict[str, Any]  # measured values by name
 
 
@@ -45,8 +45,8 @@ class Options:
     BENCHMARK: ClassVar[str]
     BASELINES: ClassVar[Mapping[str, str]]
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
-    arms: list[str] = option([], "names of arms")
-    scratch: str = option("/dev/shm", "directory for the checkpoint of an arm; it is removed")
+    arms: list[str] = option([], "names of arms, the conditions that are compared")
+    scratch: str = option("/dev/shm", "directory for checkpoints of arms, which are removed")
     timeout_minutes: float = option(60, "an arm that takes longer is ended", above=0, at_most=100_000)
     out: str = option("", OUT)
 
@@ -81,7 +81,9 @@ class RolloutOptions(Options):
         ["bf16_stock", "qlora_stock", "nvfp4_stock", *FORMATS],
         ARM.format("NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)", "vLLM's LLM"),
     )
-    batches: list[int] = option([8, 64, 256], "completions at once, of as many prompts", at_least=1, at_most=65_536)
+    batches: list[int] = option(
+        [8, 64, 256], "numbers of completions at once, each of a prompt of its own", at_least=1, at_most=65_536
+    )
     prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
     ranks: list[int] = option([32], "ranks of the adapter; each is an engine of its own", at_least=1, at_most=512)
     new: int = option(512, "tokens of a completion, none ends earlier", at_least=2, at_most=30_000)

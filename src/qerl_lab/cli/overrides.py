@@ -25,15 +25,15 @@ CLASHES = ("Only one of --run", "The --resolve flag")  # Hydra's messages about 
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 GROUPS = {  # the folders of conf/, and sweeps
-    "experiment": "one arm of a comparison (+experiment=NAME)",
+    "experiment": "one arm (condition) of a comparison (+experiment=NAME)",
     "scale": "what it runs on and at what size; a group or key that you type wins over it",
     "model": "the policy",
-    "format": "weight format of its frozen base",
-    "lora": "rank of the adapters that learn; full: all weights do",
-    "aqn": "adaptive quantization noise: how sigma falls over the run",
+    "format": "weight format of the policy's frozen base",
+    "lora": "rank of the adapters that are trained; full trains all weights",
+    "aqn": "adaptive quantization noise: how its standard deviation sigma falls over the run",
     "algorithm": "advantages and loss",
     "task": "questions and rewards",
-    "rollout": "what turns prompts into completions",
+    "rollout": "the engine that samples completions",
     "optim": "the optimizer",
     "tracking": "where the metrics go",
     "sweeps": "a grid of runs, as a file of sweeps/ (+sweeps=NAME)",

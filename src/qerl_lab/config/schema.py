@@ -38,7 +38,7 @@ class ModelConfig:
     )
     hash: str | None = option(
         None,
-        "hash of the directory's or GGUF file's content, 12 hex digits, set by the command; null: pocket, a hub id",
+        "hash of the content of model.path, 12 hex digits, set by the command; null for pocket and a hub id",
     )
     dtype: str = option("auto", "compute dtype; auto is bfloat16 on a GPU, float32 on a CPU", choices=DTYPES)
     attention: str = option(
@@ -49,24 +49,28 @@ class ModelConfig:
 
 @dataclass
 class FormatConfig:
-    name: str = option("nvfp4", "weight format of the frozen base: a name in qerl_lab.formats.FORMATS")
+    name: str = option("nvfp4", "weight format of the frozen base; format=NAME sets it")
     ignore: list[str] = option(
         ["lm_head"], "Linear layers left dense: full name, its last parts, a module that holds them, or re:PATTERN"
     )
     dense_cache: str = option(
-        "auto", "keep dequantized weights too: auto is on for a CPU; a GPU refuses on", choices=("auto", "on", "off")
+        "auto",
+        "keep dequantized weights too, for speed; auto: on a CPU only; on: refused on a GPU",
+        choices=("auto", "on", "off"),
     )
     double_quant: bool = option(True, "NF4 only: quantize the block scales too, as QLoRA does", only="nf4")
     scale_rule: str = option(
-        "max", "NVFP4 only: a block's maximum becomes 6, or the better of 6 and 4 (2512.02010)", choices=SCALE_RULES,
+        "max", "NVFP4 only: max maps a block's maximum to 6, four_over_six to 6 or 4, whichever errs less (2512.02010)",
+        choices=SCALE_RULES,
         only="nvfp4",
     )  # fmt: skip
     exponent_rule: str = option(
-        "round", "MXFP4 only: compressed-tensors' rounding, OCP's floor, or ceil (no clipping)", choices=EXPONENT_RULES,
+        "round", "MXFP4 only, exponent of a scale: round as compressed-tensors, floor as OCP MX, ceil without clipping",
+        choices=EXPONENT_RULES,
         only="mxfp4",
     )  # fmt: skip
     activations: str = option(
-        "auto", "FP8 only: fp8 makes vLLM quantize activations too, by token (W8A8); auto is the compute dtype (W8A16)",
+        "auto", "FP8 only: fp8 makes vLLM quantize activations too, by token (W8A8); auto keeps their dtype (W8A16)",
         choices=ACTIVATIONS, only="fp8",
     )  # fmt: skip
 
@@ -74,12 +78,15 @@ class FormatConfig:
 @dataclass
 class LoraConfig:
     rank: int = option(
-        32, "rank r of the adapters (paper, Sec. 4.1: 32); 0: none, all weights are trained", at_least=0, at_most=4096
+        32,
+        "rank of the adapters (paper, Sec. 4.1: 32); 0: no adapter, all weights are trained",
+        at_least=0,
+        at_most=4096,
     )
     alpha: float | None = option(
         None, "scaling is alpha / rank; null: alpha = rank (the paper states none)", at_least=1e-3, at_most=1e6
     )
-    dropout: float = option(0.0, "dropout before the adapters", at_least=0, at_most=0.99)
+    dropout: float = option(0.0, "dropout on the input of the adapters", at_least=0, at_most=0.99)
     target_modules: list[str] = option(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         "Linear layers that get an adapter (paper, Eq. 2)",
@@ -87,16 +94,22 @@ class LoraConfig:
     start_from: str | None = option(
         None, "initial adapter: directory of a finished run, or of a PEFT adapter; null: new ones"
     )
-    start_hash: str | None = option(None, "that adapter's SHA-256, 12 hex digits, set by the command")
+    start_hash: str | None = option(None, "SHA-256 of lora.start_from, 12 hex digits, set by the command")
 
 
 @dataclass
 class AqnSolverConfig:
     prompts: int = option(
-        64, "completions without noise on which sigma is solved, on the next questions", at_least=1, at_most=4096
+        64,
+        "completions on which sigma is solved, one for each of the next questions, sampled without noise",
+        at_least=1,
+        at_most=4096,
     )
     draws: int = option(
-        8, "draws of the noise, from steps of the stage, on the same completions", at_least=1, at_most=64
+        8,
+        "draws of the noise, of steps spread over the stage; each is measured on a share of the completions",
+        at_least=1,
+        at_most=64,
     )
     tolerance: float = option(0.05, "relative gap of KL and target at which the search ends", at_least=1e-3, at_most=1)
     probes: int = option(12, "most sigmas tried in a stage", at_least=2, at_most=100)
@@ -105,11 +118,11 @@ class AqnSolverConfig:
 @dataclass
 class AqnAdaptiveConfig:
     factor: float = option(
-        1.01, "multiplies or divides sigma after a step (arXiv 1706.01905, App. C; 2602.02555's code)",
+        1.01, "multiplies or divides sigma after a step (1706.01905, App. C, and 2602.02555's code)",
         above=1, at_most=10,
     )  # fmt: skip
     band: float = option(
-        1.1, "sigma stays while KL is within target / band and target x band (2602.02555's code; 1: 1706.01905)",
+        1.1, "sigma stays while the KL is between target / band and target x band (2602.02555's code; 1706.01905: 1)",
         at_least=1, at_most=100,
     )  # fmt: skip
 
@@ -130,7 +143,7 @@ class AqnConfig:
     sigma_end: float = option(5e-4, "noise standard deviation in the last stage (Table 4)", at_least=0, at_most=10)
     relative: bool = option(False, "sigma is in units of each norm's root mean square, instead of equal for all norms")
     kl_start: float = option(
-        3e-3, "KL(noisy || clean) in nats per token in the first noisy stage, adaptive: always (2602.02555's code)",
+        3e-3, "KL(noisy || clean) in nats per token in the first noisy stage, adaptive: all along (2602.02555's code)",
         at_least=0, at_most=10, unit="nats per token",
     )  # fmt: skip
     kl_end: float = option(
@@ -154,7 +167,7 @@ class AqnConfig:
         ["input_layernorm", "post_attention_layernorm"], "RMSNorm layers that get noise, by the last part of their name"
     )
     probe_prompts: int = option(
-        4, "completions per step to measure KL(noisy || clean sampler) and the kernels' gap; 0: none", at_least=0
+        4, "completions of a step on which KL(noisy || clean) and the kernels' gap are measured; 0: none", at_least=0
     )
     solver: AqnSolverConfig = field(default_factory=AqnSolverConfig)  # finds sigma for the schedule's target KL
     adaptive: AqnAdaptiveConfig = field(default_factory=AqnAdaptiveConfig)
@@ -170,11 +183,11 @@ class AlgorithmConfig:
         0.28, "the probability ratio is clipped above 1 + epsilon_high (Table 4)", above=0, at_most=1e6
     )
     beta: float = option(
-        0.0, "weight of the KL to the base, which is the policy with its adapter off (App. E: none)",
+        0.0, "weight of the KL to the base, which is the policy with its adapter off (App. E: 0)",
         at_least=0, at_most=1e3,
     )  # fmt: skip
     kl_estimator: str = option(
-        "k3_ratio", "k3 as in the GRPO paper, or k3 times the ratio, which has the KL's gradient (2512.02556)",
+        "k3_ratio", "k3 as in the GRPO paper; k3_ratio: times the ratio, which has the KL's gradient (2512.02556)",
         choices=KL_ESTIMATORS,
     )  # fmt: skip
     normalize_std: bool = option(True, "divide advantages by the group's standard deviation (Eq. 4)")
@@ -199,7 +212,8 @@ class AlgorithmConfig:
         at_least=0, at_most=10,
     )  # fmt: skip
     entropy_target: float | None = option(
-        None, "the bonus acts at or below this entropy, with an adaptive weight (2505.22312); null: fixed",
+        None, "the bonus acts at or below this entropy in nats, with an adaptive weight (2505.22312); null: always, "
+        "with a fixed one",
         above=0, at_most=100, unit="nats per token",
     )  # fmt: skip
     entropy_coef_step: float = option(
@@ -228,18 +242,19 @@ class VllmConfig:
     )  # fmt: skip
     linear_backend: str = option(
         "auto",
-        "kernel of packed products; auto: fp4_tiles where it fits, marlin for W8A16, otherwise vLLM's choice; "
+        "kernel of packed products; auto: fp4_tiles where it fits, otherwise marlin for W8A16 and share_base, vllm for "
+        "the rest; "
         "vllm: vLLM's choice; fp4_tiles: the lab's own, NVFP4 with lora=dense on an H100 or H200, adapter included",
         choices=("auto", "vllm", "marlin", "humming", "fp4_tiles"),
     )  # fmt: skip
     dense_rows: int | None = option(
         None, "NVFP4 with lora=dense: from this many completions at once use cuBLAS on a 16-bit copy of the weights; "
-        "null: no copy. At batch 256 of 7B it gave 11% more tokens/s",
+        "null: no copy. At batch 256 of 7B it gave 5% more tokens/s with humming",
         at_least=1, at_most=1_000_000,
     )  # fmt: skip
     share_base: bool = option(
         False,
-        "NVFP4 with Marlin or fp4_tiles: the trainer reads the engine's packed weights and keeps no copy; tried "
+        "NVFP4 with marlin or fp4_tiles: the trainer reads the engine's packed weights and keeps no copy; tried "
         "only in short runs",
     )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: faster start, slower tokens")
@@ -283,12 +298,12 @@ class RolloutConfig:
     temperature: float = option(1.0, "sampling temperature (Table 4)", at_least=0.01, at_most=100)
     batch_size: int = option(512, "most completions generated at once, in evaluation too", at_least=1, at_most=65_536)
     importance_correction: str = option(
-        "token_truncate", "correction for the gap between sampler and trainer (TRL's formulas); off: none; in_ratio: "
-        "clip the ratio to the sampler",
+        "token_truncate", "weight of a token: its probability by trainer / by sampler, truncated or masked (TRL's "
+        "formulas); off: 1; in_ratio: 1, and the loss divides by the sampler's probability (docs/algorithms.md)",
         choices=CORRECTIONS,
     )  # fmt: skip
     importance_clip_max: float = option(
-        3.0, "upper bound of that ratio (TRL's default; others use about 2, which cuts more often)",
+        3.0, "bound above which importance_correction truncates or masks (TRL's default; others use about 2)",
         at_least=1, at_most=1e6,
     )  # fmt: skip
     vllm: VllmConfig = field(default_factory=VllmConfig)  # keys of one engine, under its name
@@ -351,15 +366,18 @@ class EvalConfig:
     )
     samples: int = option(4, "sampled completions per question; accuracy is their mean", at_least=1, at_most=4096)
     samples_before: int | None = option(
-        None, "the same before training, where fewer save time; null: eval.samples", at_least=1, at_most=4096
+        None,
+        "sampled completions per question before training, where fewer save time; null: eval.samples",
+        at_least=1,
+        at_most=4096,
     )
     temperature: float = option(0.6, "sampling temperature (Sec. 4.1: 0.6)", at_least=0.01, at_most=100)
     top_p: float = option(0.95, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
     every: int = option(
         0, "steps between evaluations during training, from step 0 on; 0: none", at_least=0, unit="steps"
     )
-    subset_questions: int = option(64, "number of first held-out questions that eval.every asks", at_least=1)
-    subset_samples: int = option(1, "sampled completions for each of these", at_least=1, at_most=4096)
+    subset_questions: int = option(64, "held-out questions that eval.every asks, from the first", at_least=1)
+    subset_samples: int = option(1, "sampled completions for each question of eval.every", at_least=1, at_most=4096)
 
 
 @dataclass
@@ -400,7 +418,7 @@ class RunConfig:
     extended: list[int] = option([], "steps at which the finished run was extended (resume=RUN_DIR steps=N)")
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     gpus: int = option(
-        1, "processes that share each step, one GPU each; with device=cpu on the CPU", at_least=1, at_most=64
+        1, "processes that share each step: one GPU each, or with device=cpu all on the CPU", at_least=1, at_most=64
     )
     cpu_threads: int = option(
         2, "torch threads on a CPU (runs side by side need 1 each); 0: all cores", at_least=0, at_most=1024
@@ -417,7 +435,7 @@ class RunConfig:
     )
     slurm: str = option("", "sweep with launcher=slurm: flags of sbatch in quotes, such as the time limit")
     preregistration: str | None = option(None, "file of claims to test, committed before the run (docs/verdicts.md)")
-    preregistration_sha256: str | None = option(None, "that file's SHA-256, set by the command")
+    preregistration_sha256: str | None = option(None, "SHA-256 of preregistration, set by the command")
     run_dir: str = option("", "where the run's record goes; empty is runs/<experiment>/seed<seed>/<time>")
 
     @property

@@ -26,9 +26,9 @@ class BigMathConfig:
 
 @dataclass
 class CodeIoConfig:
-    tests_reward: float = option(0.5, "reward for the share of tests passed", at_least=0, at_most=1e3, unit="reward")
+    tests_reward: float = option(0.5, "reward, times the share of tests passed", at_least=0, at_most=1e3, unit="reward")
     seconds: int = option(2, "CPU time of a program on one test, in whole seconds", at_least=1, at_most=600, unit="s")
-    memory_mib: int = option(256, "address space of a program in MiB", at_least=64, at_most=1_048_576, unit="MiB")
+    memory_mib: int = option(256, "address space of a program", at_least=64, at_most=1_048_576, unit="MiB")
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ColumnsConfig:
 
     question: str | None = option(None, "column of the question")
     answer: str | None = option(None, "column of the known answer")
-    id: str | None = option(None, "column of a unique id; empty: the number of the row")
+    id: str | None = option(None, "column of a unique id; empty (task.columns.id=): the number of the row")
     tests: str | None = option(None, "column of a program's tests, each with input and output")
 
 
@@ -59,10 +59,10 @@ class TaskConfig:
         None, "directory with train and test as .jsonl or .parquet, one such file, or hub id; null: the task's own"
     )
     module: str | None = option(None, "your own FILE.py: its train, heldout, grade and weights replace the task's")
-    module_hash: str | None = option(None, "that file's SHA-256, 12 hex digits, set by the command")
+    module_hash: str | None = option(None, "SHA-256 of task.module, 12 hex digits, set by the command")
     instruction: str = option(PAPER_INSTRUCTION, "system message sent with every question; empty sends none")
     format_reward: float = option(
-        0.2, "reward for <think>..</think><answer>..</answer>", at_least=0, at_most=1e3, unit="reward"
+        0.2, "reward for the format <think>..</think><answer>..</answer>", at_least=0, at_most=1e3, unit="reward"
     )
     format_reward_for: str = option(
         "any",
@@ -70,7 +70,7 @@ class TaskConfig:
         "inside <think>; right: those with the right answer",
         choices=("any", "thought", "right"),
     )
-    answer_reward: float = option(1.0, "reward for an exact final answer", at_least=0, at_most=1e3, unit="reward")
+    answer_reward: float = option(1.0, "reward for the right answer", at_least=0, at_most=1e3, unit="reward")
     train_questions: int = option(
         0, "size of the training set; 0 is all (arithmetic: 4096)", at_least=0, at_most=1_000_000
     )

@@ -20,7 +20,7 @@ BY_TASK, BY_FIRST_CHARACTER = "task", "first_character"  # ways of grading
 
 @dataclass
 class AccuracyOptions:
-    run: str = option("", "directory of a finished run, asked with its final adapter; its key may be left out")
+    run: str = option("", "directory of a finished run, evaluated with its final adapter; the key may be left out")
     model: str = option("", "or a model alone: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     revision: str | None = option(None, "model=: branch, tag or commit on the hub; null is the newest")
     format: str | None = option(
@@ -30,32 +30,55 @@ class AccuracyOptions:
     )
     adapter: bool = option(True, "run=: use the adapter; false evaluates only the base")
     benchmarks: list[str] = option([], "tasks, NAME or NAME:PATH (as task.path); none means the run's own task")
-    questions: int = option(0, "how many first questions of each; 0: all", at_least=0)
+    questions: int = option(0, "questions of each, from the first; 0: all", at_least=0)
     samples: int | None = option(
-        None, f"per question; null is the run's, or {PAPER.samples} with model=; AIME, AMC: {SMALL_SAMPLES}; greedy: 1",
+        None, f"completions per question; null is the run's, with model= {PAPER.samples}; AIME, AMC: {SMALL_SAMPLES}; "
+        "greedy: 1",
         at_least=1, at_most=4096,
     )  # fmt: skip
     temperature: float | None = option(
-        None, f"0 is greedy; null is the run's eval.temperature, or {PAPER.temperature:g} with model= (Sec. 4.1)",
+        None, f"0 is greedy; null is the run's eval.temperature, with model= {PAPER.temperature:g} (Sec. 4.1)",
         at_least=0, at_most=100,
     )  # fmt: skip
     top_p: float | None = option(
-        None, f"null is the run's eval.top_p, or {PAPER.top_p:g} with model= (Sec. 4.1)", above=0, at_most=1
+        None,
+        f"nucleus sampling; null is the run's eval.top_p, with model= {PAPER.top_p:g} (Sec. 4.1)",
+        above=0,
+        at_most=1,
     )
-    seed: int | None = option(None, "of the sampling; null is the run's, or 0", at_least=0, at_most=2**32 - 1)
+    seed: int | None = option(
+        None, "seeds the sampling; null is the run's, with model= 0", at_least=0, at_most=2**32 - 1
+    )
     grading: str = option(
         BY_TASK, "task: as in training; first_character: as QeRL's released eval/gsm8k.py, which counts 16 for 18",
         choices=(BY_TASK, BY_FIRST_CHARACTER),
     )  # fmt: skip
-    instruction: str | None = option(None, "system message; null is the run's, or that in the task's YAML")
-    max_prompt_tokens: int | None = option(None, "longer questions are left out; null is the run's", at_least=1)
-    max_completion_tokens: int | None = option(None, "longest completion; null is the run's", at_least=1)
-    common: bool = option(False, "also by an engine common to all arms: the base dequantized to BF16, with the adapter")
-    rollout: str | None = option(None, "engine; null is the run's, or transformers with model=", choices=ENGINES)
+    instruction: str | None = option(
+        None, "system message; null is that in conf/task; the run's for its own task, and for tasks without one there"
+    )
+    max_prompt_tokens: int | None = option(
+        None,
+        "longer questions are left out; null is the run's, with model= what a completion leaves of the context",
+        at_least=1,
+    )
+    max_completion_tokens: int | None = option(
+        None,
+        "longest completion in tokens; null is the run's, with model= 4096, at most half of the context",
+        at_least=1,
+    )
+    common: bool = option(
+        False,
+        "evaluate a second time, on an engine that all arms share: the base dequantized to BF16, with the adapter",
+    )
+    rollout: str | None = option(
+        None, "engine that samples; null is the run's, with model= transformers", choices=ENGINES
+    )
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
-    batch_size: int | None = option(None, "most completions generated at once; null is the run's", at_least=1)
+    batch_size: int | None = option(
+        None, "most completions generated at once; null is the run's, with model= 512", at_least=1
+    )
     out: str | None = option(None, "directory to write; null is a new one below the run, or below evaluations/")
-    overwrite: bool = option(False, "replace another configuration's files in `out`")
+    overwrite: bool = option(False, "replace the results of other settings in `out`")
 
 
 def check_accuracy(options: AccuracyOptions) -> None:
@@ -130,19 +153,21 @@ def split_name_and_path(spec: str) -> tuple[str, str | None]:
 
 @dataclass
 class CompareOptions:
-    directories: list[str] = option([], "A and B: directories of evaluations, of their runs, or of several seeds")
+    directories: list[str] = option(
+        [], "A and B: each the directory of an evaluation, of its run, or of several seeds; the key may be left out"
+    )
 
 
 @dataclass
 class EntropyOptions:
     model: str = option(POCKET, "dense model: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
-    formats: list[str] = option(["all"], "weight formats", choices=("all", *choices_of("format")))
+    formats: list[str] = option(["all"], "weight formats to measure", choices=("all", *choices_of("format")))
     checkpoints: list[str] = option([], "packed directories to measure too, of any origin: GPTQ, AWQ")
     prompts: str = option("arithmetic", "task whose evaluation questions are the prompts, NAME or NAME:PATH")
-    questions: int = option(64, "how many of its first questions", at_least=2)
-    max_completion_tokens: int = option(128, "longest completion that the dense model samples", at_least=1)
-    seed: int = option(0, "seeds that sampling", at_least=0, at_most=2**32 - 1)
+    questions: int = option(64, "questions of that task, from the first", at_least=2)
+    max_completion_tokens: int = option(128, "longest completion in tokens that the dense model samples", at_least=1)
+    seed: int = option(0, "seeds the sampling", at_least=0, at_most=2**32 - 1)
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     batch_size: int = option(32, "texts in one forward pass", at_least=1)
     out: str | None = option(None, "directory to write; null is one below evaluations/ for these options")

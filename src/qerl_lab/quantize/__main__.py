@@ -31,18 +31,18 @@ def quantize(options: QuantizeOptions) -> None:
 LINE = "python -m qerl_lab.quantize"
 COMMAND = Command(
     LINE,
-    "From a model to a checkpoint in 4 bits that this lab, transformers and vLLM load",
+    "Quantize a model to a checkpoint in 4 or 8 bits that this lab, transformers and vLLM load",
     QuantizeOptions,
     quantize,
     examples=(
         (f"{LINE} model=pocket format=nvfp4 out=checkpoints/pocket-nvfp4", "the embedded policy, in seconds"),
-        (f"{LINE} model=Qwen/Qwen2.5-7B-Instruct format=mxfp4 out=checkpoints/7b-mxfp4", "round to nearest"),
+        (f"{LINE} model=Qwen/Qwen2.5-7B-Instruct format=mxfp4 out=checkpoints/7b-mxfp4", "any model of the hub"),
         (
             f"{LINE} model=DIR format=nvfp4 method=gptq dataset=texts.jsonl out=checkpoints/7b-gptq",
             "calibrated (make quantize-env, then .venv-quantize/bin/python)",
         ),
         (
-            "python -m qerl_lab +experiment=nvfp4_aqn scale=custom model.path=checkpoints/7b-nvfp4 task=gsm8k",
+            "python -m qerl_lab +experiment=mxfp4_aqn scale=custom model.path=checkpoints/7b-mxfp4 task=gsm8k",
             "train on the result",
         ),
     ),

@@ -27,12 +27,14 @@ def same_as(schema: type, name: str) -> Any:
 
 @dataclass
 class QuantizeOptions(Writes):
-    model: str = option("", "what to quantize: Hugging Face id, local directory, FILE.gguf, or `pocket`; required")
+    model: str = option(
+        "", "dense model to quantize: Hugging Face id, local directory, FILE.gguf, or `pocket`; required"
+    )
     revision: str | None = same_as(ModelConfig, "revision")
     format: str = option(FormatConfig().name, "weight format of the checkpoint: nvfp4, mxfp4, nf4 or fp8")
     method: str = option(
         "rtn",
-        "rtn rounds each weight to the nearest; awq and gptq calibrate on data (extra `quantize`, not for nf4, fp8)",
+        "rtn rounds each weight to the nearest; awq and gptq calibrate on data (nvfp4 and mxfp4; make quantize-env)",
         choices=METHODS,
     )
     out: str = option("", "directory to write; required")
@@ -41,16 +43,16 @@ class QuantizeOptions(Writes):
     scale_rule: str = same_as(FormatConfig, "scale_rule")
     exponent_rule: str = same_as(FormatConfig, "exponent_rule")
     activations: str = same_as(FormatConfig, "activations")
-    device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=DEVICES)
-    shard_gb: float = option(2.0, "largest file of weights in GB, and so the memory that one takes with rtn", above=0)
+    device: str = option("auto", "device that quantizes: auto takes a GPU if there is one", choices=DEVICES)
+    shard_gb: float = option(2.0, "largest file of weights in GB; rtn holds one file in memory", above=0)
     dataset: str = option(
         "open-thoughts/OpenThoughts-114k",
         "awq, gptq: calibration texts, a hub id (the paper's is the default) or a local .txt or .jsonl file",
     )
     samples: int = option(256, "awq, gptq: calibration sequences (paper: 256)", at_least=1)
-    tokens: int = option(2048, "awq, gptq: tokens of each (paper: 2048)", at_least=1)
+    tokens: int = option(2048, "awq, gptq: tokens of each sequence (paper: 2048)", at_least=1)
     seed: int = option(0, "awq, gptq: seeds the choice of calibration texts", at_least=0)
-    overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
+    overwrite: bool = option(False, "replace a checkpoint at `out`, or one begun there with other options")
 
     def format_config(self) -> FormatConfig:
         """Return the config group `format` of a run that trains on the checkpoint that these options write."""

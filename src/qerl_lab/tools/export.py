@@ -31,7 +31,7 @@ KEPT_PACKED = ("nvfp4", "mxfp4")  # compressed-tensors keeps these layers withou
 
 @dataclass
 class ExportOptions(Writes):
-    run: str = option("", "directory of a finished run; required, its key may be left out")
+    run: str = option("", "directory of a finished run; required, the key may be left out")
     out: str = option("", "directory to write; required")
     merged: bool = option(False, "write one model that holds base and adapter; false writes the adapter alone")
     base: bool = option(False, "also write the base that the adapter was trained on, dequantized, to OUT/base")

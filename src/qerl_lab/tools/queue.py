@@ -52,8 +52,8 @@ STAGGER_SECONDS = 30.0  # between the starts of runs on one GPU: engines that st
 START_SECONDS = 60.0  # start no run with less time left, because an engine needs about as long to start
 GRACE_SECONDS = 60.0  # for a stopped run to save
 LOOK_SECONDS = 0.5  # from a signal to this command until its runs are stopped
-QUEUE = "the queue's YAML file; its key may be left out"
-PARTS = "names of parts; none is all"
+QUEUE = "the queue's YAML file; the key may be left out"
+PARTS = "parts of the queue, by name; none is all"
 EXTRA = "words added to every line, separated by blanks; they win over the file's words: words='scale=NAME'"
 
 

@@ -13,7 +13,7 @@ from qerl_lab.system import exits
 @dataclass
 class SamplesOptions:
     step: int | None = option(None, "step to show, from 1; null is the last step", at_least=1)
-    run_dir: str = option("", "directory of the run; its key may be left out")
+    run_dir: str = option("", "directory of the run; the key may be left out")
 
 
 def format_step(run_dir: Path, step: int | None) -> str:

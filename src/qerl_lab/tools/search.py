@@ -38,7 +38,7 @@ Ranges = dict[str, tuple[float, float]]
 class SearchOptions(Writes):
     out: str = option("", "directory of the search: its study, and a sweep for each trial; required")
     objective: str = option(
-        "reward", "mean reward of all steps, without evaluation; or accuracy after training, on the held-out questions",
+        "reward", "reward: mean over all steps, without evaluation; accuracy: of the held-out questions after training",
         choices=("reward", "accuracy"),
     )  # fmt: skip
     trials: int = option(20, "number of trials, failed ones included", at_least=1, at_most=10_000)

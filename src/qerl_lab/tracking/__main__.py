@@ -15,8 +15,11 @@ from qerl_lab.tracking.mlflow import prepare_mlflow, resync
 
 @dataclass
 class ResyncOptions:
-    uri: str | None = option(None, "the store; null is tracking.uri, MLFLOW_TRACKING_URI, the run's own, sqlite here")
-    run_dir: str = option("", "directory with metrics.jsonl and resolved.yaml; its key may be left out")
+    uri: str | None = option(
+        None,
+        "MLflow store; null is the first that is set of tracking.uri, MLFLOW_TRACKING_URI, the run's own, sqlite here",
+    )
+    run_dir: str = option("", "directory of the run; the key may be left out")
 
 
 @dataclass
