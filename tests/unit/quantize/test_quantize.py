@@ -21,7 +21,6 @@ from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize.quantize_options import QuantizeOptions
-from qerl_lab.report import plots
 from qerl_lab.tools.warmup import WarmupOptions
 from qerl_lab.tools.warmup import check as check_warmup
 from small_checkpoints import edit_config, edit_tensors, write_dense, write_random
@@ -35,7 +34,6 @@ def here(tmp_path, monkeypatch) -> Path:
     """An empty working directory; what the command sets for its own process stays out of this one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quantize, "CHILD_ENVIRONMENT", {})
-    monkeypatch.setattr(plots, "save_sqnr", lambda levels, title, file: file.write_bytes(b"a figure"))
     with torch.compiler.set_stance("force_eager"):  # compressed-tensors compiles
         yield tmp_path
 
