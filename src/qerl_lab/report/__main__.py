@@ -94,7 +94,8 @@ def verdicts(options: VerdictsOptions) -> None:
     are also written there, as verdicts.json and verdicts.md. Raises ConfigError if that folder holds results of other
     runs.
     """
-    from qerl_lab.report import claims, results, verdict_tables
+    from qerl_lab.report import claims, comparison, results, verdict_tables
+    from qerl_lab.report.arms import run_key
     from qerl_lab.report.verdicts import judge
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
@@ -104,9 +105,9 @@ def verdicts(options: VerdictsOptions) -> None:
     if options.out:
         folder = Path(options.out).expanduser()
         make_directory(folder, f"out={folder}")
-        if (folder / results.RUNS).exists() and {run.name for run in results.read(folder)[0]} != {
-            run.name for run in found.runs
-        }:
+        there = comparison.compare(*results.read(folder)) if (folder / results.RUNS).exists() else found
+        # by key, because the name of a run is its path as it was typed
+        if {run_key(run) for run in there.runs} != {run_key(run) for run in found.runs}:
             raise ConfigError(
                 f"out={folder} holds results of other runs than these verdicts. Type another out=, or make all of it: "
                 f"python -m qerl_lab.report {shlex.join(options.sweep)} {shell_override('out', folder)}"

@@ -147,6 +147,19 @@ def test_verdicts_do_not_go_beside_results_of_other_runs(sweep: Path, capsys: py
     assert capsys.readouterr().err.endswith(f"or make all of it: {said}\n")
 
 
+def test_runs_are_the_same_wherever_their_paths_are_typed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines may call different runs runs/bf16-0, and runs have other paths in another directory."""
+    for place, began in (("one", "2026-01-01T00:00:00"), ("other", "2026-01-02T00:00:00")):
+        make_run(here / place / "runs" / "bf16-0", "bf16", 0, began={"time": began}, **ON_GSM8K)
+    monkeypatch.chdir(here / "one")
+    save_results("runs", "../results/page")
+    assert main(["verdicts", "runs", "out=../results/page"]) == exits.OK
+    monkeypatch.chdir(here)
+    assert main(["verdicts", "one/runs", "out=results/page"]) == exits.OK
+    monkeypatch.chdir(here / "other")
+    assert main(["verdicts", "runs", "out=../results/page"]) == exits.USAGE
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     sweep: Path, capsys: pytest.CaptureFixture[str]
