@@ -20,6 +20,7 @@ from qerl_lab.report.table import mean_and_interval
 from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
+NO_BASELINE = f"No arm is {BASELINE}: type baseline=ARM for differences."
 # Settings that limit what a verdict is about. `notes` warns if the arms of a comparison differ in one of them.
 CONDITIONS = (
     "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
@@ -208,7 +209,7 @@ def text(comparison: Comparison, baseline: str | None) -> str:
             parts.append(f"after - {baseline} uses only seeds that both arms have; {', '.join(both)}.")
     parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
-        parts.append(f"No arm is {BASELINE}: type baseline=ARM for differences.")
+        parts.append(NO_BASELINE)
     return "\n\n".join(part for part in [*parts, list_left_out(comparison)] if part)
 
 

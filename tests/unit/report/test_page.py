@@ -84,6 +84,19 @@ def test_it_has_verdicts_tables_and_what_was_run(page: str) -> None:
     assert re.search(r"<td>0\.\d{3} \[-?\d\.\d{3}, \d\.\d{3}\] \(3\)</td>", page)
 
 
+@pytest.mark.usefixtures("unrendered")
+def test_it_says_where_the_differences_are_or_why_there_are_none(
+    page: str, here: Path, printed: Callable[..., str]
+) -> None:
+    assert "arms.csv has the differences in accuracy and gain to the baseline." in page
+    for arm in ("nvfp4", "nvfp4_aqn"):
+        make_run(here / "runs" / arm, arm, 0)
+    printed("runs", "out=results/mine")
+    alone = Path("results/mine/report.html").read_text()
+    assert "No arm is bf16: type baseline=ARM for differences." in alone
+    assert "arms.csv has" not in alone
+
+
 def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
     assert breakable("bf16 (optim.learning_rate=0.5, x<y)") == "bf16 (optim.<wbr>learning_rate=<wbr>0.5, x&lt;y)"
     assert breakable("nvfp4 lora=dense & 0.83x") == "nvfp4 lora=dense &amp; 0.83x"  # short words stay whole
