@@ -79,10 +79,13 @@ def run(options: QuantizeOptions) -> None:
 
 
 def measuring_options(options: QuantizeOptions) -> list[str]:
-    """Return the options (`key=value`) of `evaluate entropy` that measure the checkpoint's KL to its original model."""
+    """Return the options (`key=value`) of `evaluate entropy` that measure the checkpoint's KL to its original model.
+
+    They ask for no other model, because each one is as much work as the checkpoint.
+    """
     folder = terminal.format_path(options.folder)
     given = {"model": options.model, "revision": options.revision, "checkpoints": folder}
-    return [hydra_override(key, value) for key, value in given.items() if value is not None]
+    return [*(hydra_override(key, value) for key, value in given.items() if value is not None), "formats=[]"]
 
 
 def training_overrides(options: QuantizeOptions) -> list[str]:

@@ -188,7 +188,7 @@ def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, mod
     assert run(model, "out='out, 2'", "format=nf4", "ignore=[lm_head,v_proj]", "double_quant=false") == 0
     *_, measure, train = capsys.readouterr().out.splitlines()
     options = parse_options(EntropyOptions, shlex.split(measure.split("-m qerl_lab.evaluate entropy ")[1]))
-    assert (options.model, options.checkpoints) == ("model", ["out, 2"])
+    assert (options.model, options.checkpoints, options.formats) == ("model", ["out, 2"], [])
     words = shlex.split(train.split("-m qerl_lab ")[1])
     assert "format.double_quant=false" in words
     plan = make_plan(words, multirun=False)
