@@ -32,6 +32,8 @@ def test_one_of_several_processes_is_refused(name: str) -> None:
 )
 def test_one_process_stays_allowed(environment: dict[str, str]) -> None:
     refuse_several_processes(environment)
+    with pytest.raises(ConfigError, match="PMI_SIZE=2 is set"):
+        refuse_several_processes(environment | {"PMI_SIZE": "2"})
 
 
 def test_a_rank_that_the_run_has_started_is_allowed_and_no_other() -> None:
