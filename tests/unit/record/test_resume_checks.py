@@ -99,6 +99,7 @@ def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_d
     def age(values: dict[str, Any]) -> None:
         without(values, *ADDED, *OF_SWEEPS)
         values["task"]["code_io"]["tests"] = 8  # deleted since, as in REMOVED
+        values["rollout"]["vllm"]["sleep"] = False  # likewise, and every run of that time has it
 
     cfg, younger = edit(run_dir, age), RunDirectory(run_dir)
     then = {name: value for name, value in settings_of_run(cfg).items() if name not in ADDED} | {REMOVED[-1]: 8}
