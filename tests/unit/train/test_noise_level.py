@@ -139,9 +139,12 @@ def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new
     assert adapter(runs) == adapter(finished["kl"])
 
 
-def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(tiny, build_policy) -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
+    tiny, build_policy, relative: bool
+) -> None:
     small = {"steps": 6, "optim__micro_batch_size": 4, "rollout__temperature": 0.7, "aqn__solver__draws": 3}
-    cfg = tiny(**(SETTINGS | KL | small), aqn__relative=True)
+    cfg = tiny(**(SETTINGS | KL | small), aqn__relative=relative)
     policy = build_policy(cfg)
     cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
     engine, found = TransformersEngine(policy, 8), NoiseLevel(cfg)
@@ -152,13 +155,13 @@ def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
     out = engine.generate(prompts, 1, how)
     clean, nats, count = distributions(policy, out, temperature=0.7), 0.0, 0
     for step, share in ((4, slice(2)), (5, slice(2, 4)), (6, slice(4, 6))):
-        norms = Noise(result.sigma, cfg.seed, step, relative=True).onto_norms(policy.clean_norms)
+        norms = Noise(result.sigma, cfg.seed, step, relative).onto_norms(policy.clean_norms)
         noisy = torch.cat(distributions(policy, out, norms, 0.7)[share])
         nats += (noisy.exp() * (noisy - torch.cat(clean[share]))).sum().item()
         count += len(noisy)
     assert nats / count == pytest.approx(result.kl, rel=1e-3)
     assert result.kl == pytest.approx(0.004, rel=0.05)
-    assert found.noise(6) == Noise(result.sigma, cfg.seed, 6, relative=True)
+    assert found.noise(6) == Noise(result.sigma, cfg.seed, 6, relative)
     assert not found.needs_solving(6)
 
 
