@@ -43,20 +43,21 @@ def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
 
 
 def decay(cfg: AqnConfig, index: int, last: int) -> float:
-    """Return the noise level in `cfg.unit` at point `index` of the schedule's curve: 0 is its start, `last` its end.
+    """Return the noise level in `cfg.unit` at point `index` of the schedule's curve.
 
-    The exponential curve is Eq. 8 of the paper; the other shapes are in its Fig. 15. Raises ValueError for the
-    schedules "off" and "adaptive", which have no curve.
+    The curve begins at point 0 and ends at point `last`. If `last` is 0, the level is the schedule's start. The
+    exponential curve is Eq. 8 of the paper; the other shapes are in its Fig. 15. Raises ValueError for the schedules
+    "off" and "adaptive", which have no curve.
     """
-    share = index / last if last > 0 else 0.0
+    progress = index / last if last > 0 else 0.0
     start, end = (cfg.kl_start, cfg.kl_end) if cfg.unit == "kl" else (cfg.sigma_start, cfg.sigma_end)
     match cfg.schedule:
         case "exponential":
-            return start * (end / start) ** share if start > 0 else 0.0
+            return start * (end / start) ** progress if start > 0 else 0.0
         case "linear":
-            return start + (end - start) * share
+            return start + (end - start) * progress
         case "cosine":
-            return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+            return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
         case "logarithmic":
             return start + (end - start) * (math.log(index + 1) / math.log(last + 1) if last > 0 else 0.0)
     raise ValueError(f"aqn.schedule={cfg.schedule} is not a schedule")

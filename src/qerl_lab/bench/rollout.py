@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LabSampler:
-    """The lab's engine, with the methods that `measure` calls. `stock_vllm.StockSampler` is its counterpart."""
+    """The lab's engine, with the methods that `measure` calls. `stock_vllm.StockSampler` has the same methods."""
 
     def __init__(self, job: Job) -> None:
         built = lab.build(job)
@@ -44,7 +44,7 @@ class LabSampler:
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Build the arm's engine, and yield a row of measurements per batch size."""
+    """Build the engine of the job's arm, and yield a row of measurements per batch size. Raises as `measure` does."""
     if job.is_baseline:
         from qerl_lab.bench.stock_vllm import StockSampler
 
@@ -56,7 +56,8 @@ def rows(job: Job) -> Iterator[Row]:
 def measure(sampler: "LabSampler | StockSampler", job: Job) -> Iterator[Row]:
     """Measure an engine and yield a row per batch size.
 
-    Raises RuntimeError if the key-value cache cannot hold the largest batch, or if `time_call` finds wrong completions.
+    Raises RuntimeError if the key-value cache cannot hold the largest batch, if the engine samples too few completions
+    or tokens, or if the sampled log-probs are NaN or too certain for a random model.
     """
     options = job.options
     held, about = memory(sampler.llm), settings(sampler.llm)
@@ -78,7 +79,8 @@ def time_calls(sampler: "LabSampler | StockSampler", job: Job, batch: int) -> Ro
     """Time calls that sample the tokens of the option `new`, in turn with short calls that sample a quarter of them.
 
     The first two calls do not count. Returns a row, mostly of medians. `decode_ms` is the time to decode one token of
-    each completion, without prefill: the difference between both kinds of call, per extra token.
+    each completion, without prefill: the difference between both kinds of call, per extra token. Raises RuntimeError as
+    `time_call` does.
     """
     new, seeds = job.options["new"], itertools.count(1_000_000 * batch)
     short_new, tokens = max(1, new // 4), batch * new

@@ -156,9 +156,10 @@ def gpu_share(job: Job) -> float:
 
 
 def make_task(job: Job) -> Task:
-    """Make a task with enough questions for all steps of a job. The function `alternate` grades the answers.
+    """Make a task of random questions, enough for a first step that does not count and for the job's measured steps.
 
-    The questions are random texts of `options["prompt"]` tokens.
+    Each question has `options["prompt"]` tokens. `alternate` grades the answers, because a random model answers nothing
+    right and would get no gradient.
     """
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
@@ -186,7 +187,7 @@ def step_values(metrics: dict[str, float]) -> Step:
 def summarize(job: Job, steps: list[Step], micro_batch: int) -> Row:
     """Summarize the steps of a run, except the first, as a row: medians, and tokens per second over all these steps.
 
-    `micro_batch` is the arm's own, which its words may have changed from the command's.
+    `micro_batch` is the micro-batch size of this arm, because an override of the arm may change the command's size.
     Raises RuntimeError if steps or tokens are missing, or if a gradient is zero or NaN.
     """
     options, timed = job.options, steps[1:]

@@ -23,7 +23,7 @@ from qerl_lab.model import policy
 
 
 def build(job: Job, device: torch.device) -> PeftModel:
-    """Load the checkpoint of a job and add new adapters, by the lab's code or for a baseline by plain PEFT."""
+    """Load the checkpoint of a job and add new adapters. The lab's code does this, or plain PEFT for a baseline."""
     if job.is_baseline:
         base = AutoModelForCausalLM.from_pretrained(
             job.folder, dtype=torch.bfloat16, device_map={"": device}, trust_remote_code=False, use_safetensors=True
@@ -38,9 +38,13 @@ def build(job: Job, device: torch.device) -> PeftModel:
     return model.train()
 
 
-def train_step(model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor, micro: int) -> None:
-    """Make one optimizer update on `ids` [sequences, length], with `micro` sequences per forward and backward pass."""
-    for part in ids.split(micro):
+def train_step(model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor, micro_batch_size: int) -> None:
+    """Make one optimizer update on the token ids `ids` [sequences, length].
+
+    The loss is the negative log-prob of the tokens, averaged over all sequences. Each forward and backward pass takes
+    `micro_batch_size` sequences, and the gradients of the passes add up.
+    """
+    for part in ids.split(micro_batch_size):
         with torch.autocast(ids.device.type, torch.bfloat16):
             loss = -model(input_ids=part, labels=part, fused_lm_head=True).log_probs.mean()
         (loss * len(part) / len(ids)).backward()
@@ -60,8 +64,8 @@ def rows(job: Job) -> Iterator[Row]:
     same = torch.Generator(device).manual_seed(0)  # every arm trains on the same tokens
     shape = options["sequences"], options["length"]
     ids = torch.randint(job.architecture["vocab_size"], shape, generator=same, device=device)
-    for micro in sorted({options["sequences"], 1}, reverse=True):
-        train_step(model, optimizer, ids, micro)  # warms up and makes optimizer state
+    for micro_batch_size in sorted({options["sequences"], 1}, reverse=True):
+        train_step(model, optimizer, ids, micro_batch_size)  # warms up and makes optimizer state
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = []
@@ -69,12 +73,12 @@ def rows(job: Job) -> Iterator[Row]:
             for _ in range(options["steps"]):
                 wait_for_gpu()
                 started = time.perf_counter()
-                train_step(model, optimizer, ids, micro)
+                train_step(model, optimizer, ids, micro_batch_size)
                 wait_for_gpu()
                 seconds.append(time.perf_counter() - started)
         median = statistics.median(seconds)
         yield {
-            "micro_batch_tokens": micro * options["length"],
+            "micro_batch_tokens": micro_batch_size * options["length"],
             "ms": 1e3 * median, "tokens_per_second": ids.numel() / median,
             "peak_gb": torch.cuda.max_memory_allocated() / 1e9, "base_gb": base_gib(model) * GIB / 1e9, **clock,
         }  # fmt: skip

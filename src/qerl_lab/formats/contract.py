@@ -116,10 +116,11 @@ def packs_a_value_alike(weight_format: Format) -> None:
     assert _same_bytes(alone, usual), "a layer packed by pack_fused is other bytes than by quantize"
 
 
-def refuses_what_it_cannot_hold(weight_format: Format) -> None:
-    """Raise AssertionError unless `quantize` raises ValueError, naming the layer, for NaN, Inf, vectors and integers.
+def refuses_unpackable_weights(weight_format: Format) -> None:
+    """Raise AssertionError unless `quantize` raises ValueError for weights with NaN or Inf, vectors and integers.
 
-    A format with blocks within rows (BY_ROWS) must also refuse a K that is no multiple of BLOCK.
+    The error must name the layer. A format with blocks within rows (BY_ROWS) must also refuse a K that is no multiple
+    of BLOCK.
     """
     weight = _test_weight()
     for value in (float("nan"), float("inf")):
@@ -155,7 +156,7 @@ def is_recognized(weight_format: Format) -> None:
 
 LAWS: tuple[Callable[[Format], None], ...] = (
     packs_what_its_layout_says, gives_weights_back, decodes_what_it_stores, stores_its_bits, packs_rows_apart,
-    packs_a_value_alike, refuses_what_it_cannot_hold, is_a_value, is_recognized,
+    packs_a_value_alike, refuses_unpackable_weights, is_a_value, is_recognized,
 )  # fmt: skip
 
 

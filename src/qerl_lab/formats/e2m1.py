@@ -13,15 +13,16 @@ _MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(MAGNITUDES))
 
 
 def encode(values: Tensor) -> Tensor:
-    """Round values to E2M1 codes (uint8, 0 to 15, same shape): nearest, ties to the even code, above 6 to 6.
+    """Round each value to the nearest E2M1 value, and return the codes (uint8 from 0 to 15, same shape).
 
-    Bit 3 is the sign. A negative value that rounds to zero gets code 8, an input of -0.0 gets code 0, as in
-    `FP4_E2M1_DATA.cast_to_fp4` of compressed-tensors 0.17.
+    A tie goes to the even code. Magnitudes above 6 become 6. NaN gets code 0 without an error, so that callers must
+    check for it. Bit 3 is the sign. A negative value that rounds to zero gets code 8, and an input of -0.0 gets code 0,
+    as in `FP4_E2M1_DATA.cast_to_fp4` of compressed-tensors 0.17.
     """
-    size = values.abs()
+    magnitudes = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)
     for code, midpoint in enumerate(_MIDPOINTS):
-        codes += size >= midpoint if code % 2 else size > midpoint
+        codes += magnitudes >= midpoint if code % 2 else magnitudes > midpoint
     return codes | (values < 0).to(torch.uint8) << 3
 
 

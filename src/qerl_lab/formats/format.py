@@ -132,7 +132,7 @@ def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     unless `weight` is a matrix of finite floats below 2**100 whose rows divide into blocks. Where blocks cross rows
     (BY_ROWS is false), the whole matrix must divide into blocks instead.
     """
-    check(weight, weight_format, name=name)
+    check_weight(weight, weight_format, name=name)
     what, count = ("K", weight.shape[1]) if weight_format.BY_ROWS else ("N*K", weight.numel())
     if count % (block := weight_format.BLOCK or 1):
         raise ValueError(
@@ -143,8 +143,11 @@ def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     return (weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()).contiguous()
 
 
-def check(weight: Tensor, weight_format: Format, *, name: str) -> None:
-    """Raise ValueError, naming tensor and format, unless `weight` is a matrix of finite floats below 2**100."""
+def check_weight(weight: Tensor, weight_format: Format, *, name: str) -> None:
+    """Raise ValueError unless `weight` is a matrix [N, K] in one of `STORED_DTYPES`, finite and below 2**100.
+
+    The limit holds for magnitudes. The message names the tensor, by `name`, and the format.
+    """
     if weight.ndim != 2 or weight.dtype not in STORED_DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
         raise ValueError(
@@ -181,7 +184,7 @@ def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tu
     format cannot store.
     """
     for name, weight in weights.items():  # before the shared constants, which one bad part would spoil
-        check(weight, weight_format, name=name)
+        check_weight(weight, weight_format, name=name)
     quantize = weight_format.fused_quantize(list(weights.values()))
     for name in list(weights):
         rows = max(1, _SLICE_ELEMENTS // max(1, weights[name].shape[-1])) if weight_format.BY_ROWS else None

@@ -83,8 +83,8 @@ class Fp8(CompressedTensors):
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` that compressed-tensors would write; `dtype` is not recorded.
 
-        `ignore` names the layers left dense (see `model.on_disk.is_ignored`); the option `activations` sets
-        `input_activations`.
+        `ignore` names the layers left dense (see `model.on_disk.is_ignored`). The option `activations` of the format
+        sets the entry `input_activations`.
         """
         config = super().quantization_config(ignore, dtype)
         group = config["config_groups"]["group_0"]

@@ -87,7 +87,7 @@ class Tiles:
         return Decoder(partial(self._unpack_part, held), held[DIVISOR].reciprocal().item())
 
     def _unpack_part(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Unpack this part to `[rows, columns]` in `dtype`, without the global scale; on a GPU by a Triton kernel."""
+        """Unpack this part to `[rows, columns]` in `dtype`, without the global scale. A GPU runs a Triton kernel."""
         if held[TILES].is_cuda:
             from qerl_lab.formats.unpack_kernels import dequantize_tiles
 
