@@ -13,7 +13,7 @@ import pandas as pd
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.metrics import encode_line
 from qerl_lab.record.resolved import write_config
 
@@ -48,7 +48,7 @@ def config(experiment: str, seed: int, **changes: Any) -> RunConfig:
 def claimed(folder: Path, cfg: RunConfig) -> RunDirectory:
     """Claim a directory for a run, as the command does before it starts the run's process."""
     directory = RunDirectory(folder)
-    directory.claim(cfg, Typed("the command"))
+    directory.claim(cfg, TypedCommand("the command"))
     return directory
 
 

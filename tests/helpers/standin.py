@@ -13,7 +13,7 @@ from pathlib import Path
 from qerl_lab.cli import launch
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from waiting import wait_for
 
 DONE, FAILS, DIES, SIGNALLED, WAITS, EMPTY, CRASHES_AFTER, REFUSES, STOPS = range(9)
@@ -79,7 +79,7 @@ def seen(run_dir: Path) -> dict:
 def begin(config: RunConfig, name: str) -> int:
     """Claim a directory and run in it, as the command does."""
     run = RunDirectory(Path(name))
-    run.claim(config, Typed("the command"))
+    run.claim(config, TypedCommand("the command"))
     return launch.start(run)
 
 

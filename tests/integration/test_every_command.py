@@ -9,7 +9,7 @@ import pytest
 from processes import run_module
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 
 pytestmark = pytest.mark.integration
 # SIGINT comes when `package` is about to be imported, as it may at any moment of the seconds that this takes.
@@ -52,7 +52,7 @@ def test_a_run_s_process_says_what_it_is_started_with(tmp_path: Path) -> None:
 
 def test_a_run_s_process_that_is_typed_by_hand_writes_in_no_directory_of_another(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    run.claim(RunConfig(), Typed("the command"))
+    run.claim(RunConfig(), TypedCommand("the command"))
     before = sorted(run.path.iterdir())
     with run.locked():
         done = run_module("qerl_lab.train", str(run.path), cwd=tmp_path)

@@ -22,7 +22,7 @@ from processes import run_module
 from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from repeated import last_step, lines_of
 from waiting import wait_for
 
@@ -190,7 +190,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
 def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, tmp_path: Path) -> None:
     """Neither the command nor the run's process, which a launcher may start later, on another machine."""
     model, directory = shutil.copytree(ASSETS, tmp_path / "model"), RunDirectory(tmp_path / "run")
-    directory.claim(with_absolute_paths(tiny(model__path=str(model))), Typed("the command"))
+    directory.claim(with_absolute_paths(tiny(model__path=str(model))), TypedCommand("the command"))
     flip(model / "model.safetensors")
     for words in (("qerl_lab", f"resume={directory.path}"), ("qerl_lab.train", str(directory.path))):
         done = run_module(*words, cwd=tmp_path)

@@ -77,8 +77,8 @@ def register_schema() -> None:
 def make_plan(overrides: Iterable[str], multirun: bool) -> Plan:
     """Compose and check every job of a command without starting any; return the plan.
 
-    `overrides` are those that a user types. `multirun` is the flag -m; without it an override such as +sweeps=NAME
-    still plans a sweep. Raises ConfigError if an override or a job is not allowed.
+    `overrides` are the overrides as a user types them. `multirun` is the flag -m. Without -m, an override such as
+    +sweeps=NAME still plans a sweep. Raises ConfigError if an override or a job is not allowed.
     """
     overrides = [spell_for_hydra(word) for word in overrides]
     parsed = parse_overrides(overrides)

@@ -148,9 +148,9 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
 
 
 def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
-    """Map each key that has no effect in this configuration to the `Variant` that says when it would have one.
+    """Map each key that has no effect in this configuration to a `Variant` with the condition for an effect.
 
-    With task.module, keys of task.* are left out, because the module may read them.
+    If task.module is set, keys of task.* are left out, because the module may read them.
     """
     values, found = values_of(cfg), dict[str, Variant]()
     for variant in VARIANTS:
@@ -185,30 +185,30 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
 
 
 def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Collection[str]) -> list[str]:
-    """Return notes to print before a job starts: on overrides with little effect, and on fitted or unusual values.
+    """Return notes to print before a job starts, on overrides with little effect and on changed or unusual values.
 
-    `micro_batch_size` is the composed value, before it was fitted to the size of an update. `typed` holds the typed
-    keys.
+    `micro_batch_size` is the composed value, before `with_implied_values` reduced it to a divisor of an update's
+    completions; None if a run chooses it. `typed` holds the keys that the user typed.
     """
-    said = []
+    notes = []
     if cfg.updates_per_step == 1 and (clips := [key for key in CLIPS if key in typed]):
-        said.append(
+        notes.append(
             f"{', '.join(clips)}: with one update per rollout every probability ratio is 1, but for dropout and "
             "rollout.importance_correction=in_ratio, and nothing is clipped"
         )
     if cfg.optim.micro_batch_size != micro_batch_size:
-        said.append(
+        notes.append(
             f"optim.micro_batch_size={cfg.optim.micro_batch_size} instead of {micro_batch_size}: it must divide the "
             f"{cfg.mini_batch_size_per_gpu} completions of an update"
         )
     if cfg.trains_all and "optim.learning_rate" not in typed:
-        said.append(
+        notes.append(
             f"optim.learning_rate={cfg.optim.learning_rate:g} is made for adapters; for all weights 1e-6 is usual"
         )
     if cfg.aqn.schedule not in ("off", "adaptive") and cfg.steps < cfg.aqn.stages:  # adaptive noise has no stages
         is_clean = cfg.steps == 1 and cfg.aqn.reading != "equation"  # the other readings keep the first stage clean
-        said.append(
+        notes.append(
             f"aqn.stages={cfg.aqn.stages} in {with_noun(cfg.steps, 'step')}: some stages are skipped, the last among "
             f"them. Type for example aqn.stages={cfg.steps}{' aqn.reading=equation' if is_clean else ''}"
         )
-    return said
+    return notes

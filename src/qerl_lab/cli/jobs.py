@@ -15,7 +15,7 @@ from qerl_lab.config.rules import validate
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system.disk import lock, make_directory
 from qerl_lab.system.terminal import by_numbers
 
@@ -58,23 +58,27 @@ def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
 def _has_same_run(job: Job) -> bool:
     """Tell whether the job's directory holds a run of the same arm, seed, gpus and questions.
 
-    Questions count as the same if their files are gone, because the run reports that when it resumes, or if the record
-    has no hashes of them. False for a run with a damaged record, which could not be resumed.
+    Questions are compared by the hashes of their files. They count as the same if the run recorded no hashes. They also
+    count as the same if files are gone now, because the run reports missing files when it resumes. Returns False for a
+    run with a damaged record, which could not be resumed.
     """
-    run, own = RunDirectory(job.run_dir), as_recorded(job.config)
+    run, wanted = RunDirectory(job.run_dir), as_recorded(job.config)
     if not run.is_claimed:
         return False
     try:
-        theirs, then = run.settings(), run.environment().get("data") or {}
+        recorded, data = run.settings(), run.environment().get("data") or {}
     except (ConfigError, OSError, UnicodeDecodeError):
         return False
-    if settings_of_arm(theirs) != settings_of_arm(own) or any(theirs.get(key) != own[key] for key in ("seed", "gpus")):
+    if settings_of_arm(recorded) != settings_of_arm(wanted):
+        return False
+    if any(recorded.get(key) != wanted[key] for key in ("seed", "gpus")):
         return False
     try:
-        now = question_counts.recorded_questions(job.config) if then else {}
+        data_now = question_counts.recorded_questions(job.config) if data else {}
     except ConfigError:
         return True
-    return all(then[key] == now[key] for key in ("training_sha256", "heldout_sha256") if key in then and key in now)
+    keys = [key for key in ("training_sha256", "heldout_sha256") if key in data and key in data_now]
+    return all(data[key] == data_now[key] for key in keys)
 
 
 def sweep_name(directory: Path) -> str:
@@ -110,7 +114,7 @@ def claim_directories(plan: Plan, command: str) -> Plan:
         for job in jobs:
             run = RunDirectory(job.run_dir)
             if not run.is_claimed:
-                run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, job.overrides, sweep))
+                run.claim(replace(job.config, run_dir=str(run.path)), TypedCommand(command, job.overrides, sweep))
     return replace(plan, jobs=jobs, directory=directory, made=made)
 
 

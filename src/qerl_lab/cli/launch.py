@@ -23,7 +23,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import FAILURE, OK, SIGNALS, USAGE, stop_signals
 from qerl_lab.system.processes import rank_variables, refuse_several_processes
@@ -55,24 +55,24 @@ class SweepJob:
     """A job of a sweep. Calling the object runs the job.
 
     A cluster may pickle it, and call it again on another machine: a run that has begun resumes. Once `stop_file`
-    exists, the run saves and stops after its current step; if that file contains `ABORT`, the run is killed.
+    exists, the run saves and stops after its current step. If the file contains `ABORT`, the run is killed.
     """
 
     config: RunConfig
     run_dir: Path
-    typed: Typed  # recorded in a run that resumes
+    typed: TypedCommand  # recorded in a run that resumes
     stop_file: Path
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment of its processes
 
-    def __call__(self, gpus: Mapping[str, str] | None = None) -> str:
-        """Run the job to its end. Return "", or a message that says why the job was refused or failed.
+    def __call__(self, visible: Mapping[str, str] | None = None) -> str:
+        """Run the job to its end. Return a message if the job was refused or failed, and "" if it ended otherwise.
 
-        `gpus` has environment variables that select GPUs for the job, such as CUDA_VISIBLE_DEVICES. Does nothing if
-        `stop_file` exists.
+        `visible` has environment variables that select GPUs for the job, such as CUDA_VISIBLE_DEVICES. None leaves all
+        GPUs of this process visible. If `stop_file` exists, nothing is started and "" is returned.
         """
         if self.stop_file.exists():
             return ""
-        run, job = RunDirectory(self.run_dir), replace(self, variables={**self.variables, **(gpus or {})})
+        run, job = RunDirectory(self.run_dir), replace(self, variables={**self.variables, **(visible or {})})
         try:
             return failure_message(run) if start(run, self.typed, job) == FAILURE else ""
         except ConfigError as error:
@@ -105,7 +105,7 @@ def failure_message(run: RunDirectory) -> str:
 
 
 def start(
-    run: RunDirectory, typed: Typed | None = None, sweep_job: SweepJob | None = None, made: Path | None = None
+    run: RunDirectory, typed: TypedCommand | None = None, sweep_job: SweepJob | None = None, made: Path | None = None
 ) -> int:
     """Start the run of a created directory, or resume it, and wait. Return 0 (done), 1 (failed) or 130 (interrupted).
 
@@ -220,9 +220,11 @@ def _abort_requested(stop_file: Path | None) -> bool:
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank of the ended process that probably failed first; None if none failed.
+    """Return the rank of the ended process that probably failed first, judged by exit status; None if none failed.
 
-    A process that was killed by a signal comes before a process that exited with an error.
+    A process that was killed by a signal comes before a process that exited with an error, because the loss of one rank
+    makes the others exit with errors. The lowest signal number comes first, and after the signals the highest exit
+    code.
     """
     codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
     return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)

@@ -22,7 +22,7 @@ from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system import exits
 from qerl_lab.system.disk import replace_file
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK
@@ -43,7 +43,8 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     sweep_jobs = list[SweepJob]()
     for job in left:  # with the settings that its directory records, but run as typed now
         as_typed = {key: getattr(job.config, key) for key in OF_SWEEPS}
-        config, typed = replace(RunDirectory(job.run_dir).config(), **as_typed), Typed(command, job.overrides, sweep)
+        config = replace(RunDirectory(job.run_dir).config(), **as_typed)
+        typed = TypedCommand(command, job.overrides, sweep)
         sweep_jobs.append(SweepJob(config, job.run_dir, typed, stop_file, variables or {}))
     with jobs.locked_sweep(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays

@@ -35,7 +35,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact, redact_and_join
 from qerl_lab.config.spelling import hydra_override, resume_override, unquoted
 from qerl_lab.record.directory import DONE, EVALUATIONS, RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system import exits
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.system.processes import refuse_several_processes
@@ -72,8 +72,8 @@ class CheckJobs(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Override Hydra's hook before the first job of a sweep: check all jobs and create their directories.
 
-        `config` is the configuration that Hydra composed for the sweep. Sets its hydra.sweep.dir in place. Raises
-        PastHydra if a job cannot run.
+        `config` is the configuration that Hydra composed for the sweep. Sets hydra.sweep.dir of `config` in place.
+        Raises PastHydra, with a ConfigError as its cause, if a job cannot run.
         """
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.plan_sweep(config, GlobalHydra.instance().config_loader())
@@ -113,7 +113,9 @@ def run(cfg: DictConfig) -> int:
             sys.exit(_print_unfinished(launch.start(directory, made=plan.made), directory))
     directory = RunDirectory(Path(hydra_config.runtime.output_dir))
     words = list(hydra_config.overrides.task)
-    typed = Typed(command_line(words), without_hydra_overrides(words), jobs.sweep_name(Path(hydra_config.sweep.dir)))
+    typed = TypedCommand(
+        command_line(words), without_hydra_overrides(words), jobs.sweep_name(Path(hydra_config.sweep.dir))
+    )
     try:
         return _print_unfinished(launch.start(directory, typed), directory)
     except ConfigError as error:
@@ -197,10 +199,10 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
 
 
 def _resume(flags: list[str], typed: dict[str, str]) -> int:
-    """Resume the run or the sweep in the directory `resume`, or extend a finished run to `steps`; return the exit code.
+    """Resume the run or the sweep in the directory `resume`, or extend a finished run to `steps`. Return the exit code.
 
-    `typed` maps typed keys to their values. Raises ConfigError if the run or sweep cannot continue, or if anything else
-    was typed.
+    `typed` maps the keys that the user typed, `resume` and perhaps `steps`, to their values. Raises ConfigError if the
+    run or sweep cannot continue, or if other keys or `flags` were typed.
     """
     given, steps = unquoted(typed.pop("resume")), typed.pop("steps", None)
     if others := [*flags, *(f"{key}={value}" for key, value in typed.items())]:
@@ -239,7 +241,7 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         )
     else:
         preflight.check(run.config(), directory)
-    return _print_unfinished(launch.start(run, Typed(command)), run)
+    return _print_unfinished(launch.start(run, TypedCommand(command)), run)
 
 
 def command_line(overrides: Sequence[str] | None = None) -> str:

@@ -77,7 +77,8 @@ def _spread_samples(start: int, end: int, count: int) -> list[tuple[int, int]]:
 def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
     """Read the JSON header of a safetensors file. Return the header and the byte offset where it ends.
 
-    Raises ConfigError if the header is cut off or no JSON object, as in a pointer of Git LFS. Tensors are not checked.
+    Raises ConfigError if the file cannot be read, or if its header is cut off or no JSON object, as in a Git LFS
+    pointer file. Does not check the tensors behind the header.
     """
     try:
         with file.open("rb") as opened:

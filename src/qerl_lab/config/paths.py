@@ -81,7 +81,7 @@ def adapter_folder(path: str) -> Path:
 
 
 def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file as 64 hex digits, read in pieces."""
+    """Return the SHA-256 of a file as 64 hex digits. Reads in pieces, so that a large file needs little memory."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -92,9 +92,9 @@ def file_hash(file: Path) -> str:
 
 
 def module_hash(file: str) -> str:
-    """Return the first 12 hex digits of the SHA-256 of a Python file, the value of task.module.
+    """Return the first 12 hex digits of the SHA-256 of `file`, the Python file that task.module names.
 
-    Raises ConfigError if the file is missing, or its name does not end with .py.
+    Raises ConfigError if the file is missing, or if its name does not end with .py.
     """
     if file.endswith(".py") and Path(file).is_file():
         return file_hash(Path(file))

@@ -44,7 +44,11 @@ def subset_in_words(name: str, max_steps: int | None) -> str:
 
 @dataclass
 class ColumnsConfig:
-    """Column names in the rows of task.path. Null means the name that the task expects. A dot leads into a struct."""
+    """Names of columns in the files of task.path.
+
+    Null means the name that the task expects. In a name such as `solution.text`, the dot leads to the field `text` of
+    the column `solution`, which holds structs.
+    """
 
     question: str | None = option(None, "column of the question")
     answer: str | None = option(None, "column of the known answer")

@@ -30,7 +30,7 @@ from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.record import checkpoint, environment, metrics, resolved
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.line_files import SAMPLES_FILE, Sample, encode_samples
 from qerl_lab.record.metrics import METRICS_FILE, MetricsLine
 from qerl_lab.system.disk import lock, make_directory, read_json, replace_file
@@ -78,18 +78,18 @@ class RunDirectory:
             f"Type {resume_override(self.path)} alone to continue the run in it, or run_dir=DIR for a new run."
         )
 
-    def claim(self, cfg: RunConfig, typed: Typed) -> None:
+    def claim(self, cfg: RunConfig, typed: TypedCommand) -> None:
         """Create the directory, with `cfg` in resolved.yaml and the command `typed` in QUEUED."""
         self.refuse_used()
         make_directory(self.path, f"run_dir={self.path}")
         resolved.write_config(self.path, cfg)
         self._note_command(QUEUED, typed)
 
-    def _note_command(self, name: str, typed: Typed) -> None:
+    def _note_command(self, name: str, typed: TypedCommand) -> None:
         """Write the command `typed` into the file `name`, with passwords and tokens hidden."""
         replace_file(self.path / name, json.dumps(asdict(typed.without_secrets())).encode())
 
-    def begin(self, typed: Typed | None = None) -> None:
+    def begin(self, typed: TypedCommand | None = None) -> None:
         """Mark the run as started: rename QUEUED, which holds its first command, to .typed; delete FAILED.
 
         A run that begins again notes the command `typed` in .typed, unless .typed still holds the first command because
@@ -216,10 +216,11 @@ class RunDirectory:
         return lost
 
     def extend(self, cfg: RunConfig) -> None:
-        """Prepare a finished run to train on to the steps of `cfg` when it is resumed.
+        """Prepare a finished run so that it continues up to step `cfg.steps` when it is resumed.
 
-        Renames DONE to DONE-STEPS, with the steps so far, and replaces resolved.yaml by `cfg`. If the process is killed
-        between the two, resuming writes DONE again without more steps.
+        Renames DONE to DONE-N, where N is the number of steps so far (the last entry of `cfg.extended`), and replaces
+        resolved.yaml by `cfg`. If the process is killed between these two changes, a resumed run trains no more steps
+        and writes DONE again.
         """
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
         resolved.replace_config(self.path, cfg)
@@ -339,7 +340,7 @@ class RunDirectory:
         earlier, typed = len(list(self.path.glob("env*.json"))), self._read_json(TYPED, dict)
         number = f".{earlier + 1}" if earlier else ""
         (self.path / f"code{number}.diff").write_text(environment.code_diff(), encoding="utf-8")
-        found = environment.environment(Typed(**typed) if typed else None)
+        found = environment.environment(TypedCommand(**typed) if typed else None)
         found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
         replace_file(self.path / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
         (self.path / TYPED).unlink(missing_ok=True)

@@ -28,24 +28,24 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Typed:
-    """The command that started a run, its overrides for this run (`words`, `key=value`), and its sweep or None."""
+class TypedCommand:
+    """A command that starts or resumes a run, as the user typed it."""
 
-    command: str
-    words: Sequence[str] = ()
-    sweep: str | None = None
+    command: str  # the whole line
+    words: Sequence[str] = ()  # its overrides for this run, each `key=value`
+    sweep: str | None = None  # name of the sweep that the run belongs to, from `jobs.sweep_name`; None for a single run
 
-    def without_secrets(self) -> "Typed":
+    def without_secrets(self) -> "TypedCommand":
         """Return the same with passwords and tokens replaced by ***."""
         return replace(self, command=redact(self.command), words=[redact(word) for word in self.words])
 
 
-def environment(typed: Typed | None = None) -> dict[str, Any]:
+def environment(typed: TypedCommand | None = None) -> dict[str, Any]:
     """Describe for env.json where this process runs: time, commit, machine, packages and GPUs.
 
     Includes the command `typed`, or with None the command line of this process.
     """
-    typed = typed.without_secrets() if typed else Typed(redact_and_join(sys.orig_argv))
+    typed = typed.without_secrets() if typed else TypedCommand(redact_and_join(sys.orig_argv))
     sha, dirty = git_state()
     cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {

@@ -55,7 +55,10 @@ class LineFile(Generic[T]):
             replace_file(run_dir / self.name, b"".join(kept))
 
     def _parse(self, run_dir: Path, offset: int = 0) -> list[tuple[bytes, int, T]]:
-        """Return each complete line from byte `offset` on, with its step and its record."""
+        """Return (line, step, record) of each complete line from byte `offset` on; [] if there is no file.
+
+        Raises ConfigError for a line that is not a record.
+        """
         path, parsed = run_dir / self.name, list[tuple[bytes, int, T]]()
         if not path.exists():
             return parsed

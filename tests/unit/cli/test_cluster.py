@@ -17,7 +17,7 @@ from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 
 
 @pytest.mark.parametrize(("time", "minutes"), [
@@ -77,7 +77,7 @@ def test_a_job_asks_ray_for_the_part_of_a_gpu_that_it_counts_on(
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", cast(ModuleType, ray))
     cfg = RunConfig(launcher="ray", jobs=jobs, jobs_per_gpu=share)
-    with cluster.submit_to_ray([SweepJob(cfg, Path("run"), Typed("the command"), Path("stop"))]) as futures:
+    with cluster.submit_to_ray([SweepJob(cfg, Path("run"), TypedCommand("the command"), Path("stop"))]) as futures:
         assert futures[0].result() == ""
     assert asked["num_gpus"] == gpus
 
@@ -104,8 +104,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepJob:
     monkeypatch.setattr(RunDirectory, "check", lambda run: None)
     run = RunDirectory(tmp_path / "run")
     config = RunConfig(run_dir=str(run.path))
-    run.claim(config, Typed("the command"))
-    job = SweepJob(config, run.path, Typed("the command"), tmp_path / "INTERRUPTED")
+    run.claim(config, TypedCommand("the command"))
+    job = SweepJob(config, run.path, TypedCommand("the command"), tmp_path / "INTERRUPTED")
     return pickle.loads(pickle.dumps(job))
 
 

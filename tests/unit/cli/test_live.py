@@ -11,7 +11,7 @@ from qerl_lab.cli.compose import Job
 from qerl_lab.cli.live import SweepProgress
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 def job(folder: Path, number: int, begun: bool = False) -> Job:
     run = RunDirectory(folder / str(number))
     config = RunConfig(steps=20, seed=number, run_dir=str(run.path))
-    run.claim(config, Typed("the command"))
+    run.claim(config, TypedCommand("the command"))
     return Job(number, [f"seed={number}"], config, run.path, OmegaConf.create({}), begun=begun)
 
 

@@ -11,7 +11,7 @@ from qerl_lab.cli import launch
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system.processes import refuse_several_processes
 from qerl_lab.train import ranks
 
@@ -52,9 +52,9 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_launcher_s_worker_is_refused_where_it_starts_the_run(torchrun: Path) -> None:
     """Its environment is not the command's: submitit with several tasks a node."""
     run = RunDirectory(Path("run"))
-    run.claim(RunConfig(), Typed("the command"))
+    run.claim(RunConfig(), TypedCommand("the command"))
     with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
-        launch.start(run, Typed("the command"))
+        launch.start(run, TypedCommand("the command"))
     assert run.status == "not run"
     with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
         launch.start(run, made=run.path)

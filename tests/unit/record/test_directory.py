@@ -15,17 +15,19 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import TaskConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 
-TYPED = Typed("python -m qerl_lab seed=3", ["seed=3", "task.path=https://***@host/a"], "adhoc/time")
+TYPED = TypedCommand("python -m qerl_lab seed=3", ["seed=3", "task.path=https://***@host/a"], "adhoc/time")
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     """A claimed directory that nobody has begun in."""
     run = RunDirectory(tmp_path / "a" / "run")
-    run.claim(RunConfig(seed=3), Typed(TYPED.command, ["seed=3", "task.path=https://me:pw-456@host/a"], TYPED.sweep))
+    run.claim(
+        RunConfig(seed=3), TypedCommand(TYPED.command, ["seed=3", "task.path=https://me:pw-456@host/a"], TYPED.sweep)
+    )
     return run
 
 
@@ -49,14 +51,14 @@ def test_a_path_that_is_not_utf_8_is_recorded_and_read(tmp_path: Path) -> None:
 
 
 def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory) -> None:
-    resumed = Typed("python -m qerl_lab resume=run")
+    resumed = TypedCommand("python -m qerl_lab resume=run")
     for _ in range(2):  # a run that is stopped while it loads begins again
         run.begin(resumed)
         assert (run.status, names(run.path)) == ("interrupted", {"resolved.yaml", ".typed"})
         assert run.overrides() == TYPED.words
     run.write_environment({})
     began = run.environment()
-    assert Typed(began["command"], began["words"], began["sweep"]) == TYPED
+    assert TypedCommand(began["command"], began["words"], began["sweep"]) == TYPED
     assert names(run.path) == {"resolved.yaml", "env.json", "code.diff"}
     run.begin(resumed)
     run.write_environment({})
@@ -67,7 +69,7 @@ def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory) -> No
 
 def test_an_instruction_that_looks_like_a_secret_leaves_a_record_that_can_be_read(tmp_path: Path) -> None:
     run, word = RunDirectory(tmp_path / "run"), 'task.instruction=End with the token: "#### n" and the number.'
-    run.claim(RunConfig(), Typed(shlex.join(["lab", word]), [word], "a/b"))
+    run.claim(RunConfig(), TypedCommand(shlex.join(["lab", word]), [word], "a/b"))
     assert run.overrides() == [word.replace("####", "***")]
     run.begin()
     run.write_environment({})

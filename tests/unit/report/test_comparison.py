@@ -14,7 +14,7 @@ import pytest
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.line_files import Sample
 from qerl_lab.report import comparison
 from qerl_lab.report.stats import over_seeds
@@ -44,7 +44,7 @@ def test_runs_that_do_not_count_are_named_with_the_reason(sweep: Path) -> None:
     why = f"FloatingPointError: loss is NaN at step 3, {'and more ' * 99}\n\nTraceback"
     make_run(sweep / "failed", "bf16", 3, failed=why)
     (make_run(sweep / "stopped", "bf16", 4) / "DONE").unlink()
-    RunDirectory(sweep / "waiting").claim(config("bf16", 5), Typed("the command"))
+    RunDirectory(sweep / "waiting").claim(config("bf16", 5), TypedCommand("the command"))
     found = comparison.read([sweep])
     assert [record.name for record in found.arms["bf16"]] == ["sweep/again", "sweep/bf16-1", "sweep/bf16-2"]
     assert sorted(found.left_out) == [

@@ -84,7 +84,7 @@ def test_another_reward_is_on_the_same_questions(tmp_path: Path) -> None:
 def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a run, by the keys of a command line; its own part of the reward is a metric."""
     from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.record.environment import Typed
+    from qerl_lab.record.environment import TypedCommand
     from qerl_lab.train.run import run
     from qerl_lab.train.stop import Stop
 
@@ -93,7 +93,7 @@ def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.Monkey
     )
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
-    directory.claim(cfg, Typed("python -m qerl_lab"))
+    directory.claim(cfg, TypedCommand("python -m qerl_lab"))
     assert run(cfg, directory, Stop()) == 0
     (step,) = [line["metrics"] for line in directory.metrics() if "reward/mean" in line["metrics"]]
     assert 0 <= step["reward/short"] <= 0.1

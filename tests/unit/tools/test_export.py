@@ -25,7 +25,7 @@ from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.tools.export import ExportOptions, card, check, export
 from vllm_engines import NEEDS_VLLM
 
@@ -42,7 +42,7 @@ Runs = dict[str, tuple[Path, Policy]]
 def finished(folder: Path, cfg: RunConfig, build_policy: Build) -> Policy:
     """A directory as a run leaves it, with an adapter that does something; returns the policy that it holds."""
     directory, learner = RunDirectory(folder), build_policy(cfg)
-    directory.claim(cfg, Typed("python -m qerl_lab +experiment=mine"))
+    directory.claim(cfg, TypedCommand("python -m qerl_lab +experiment=mine"))
     directory.begin()
     directory.write_environment({"training_questions": 64, "training_sha256": "ab" * 32})
     policy.save_adapter(learner.model, directory.adapter)

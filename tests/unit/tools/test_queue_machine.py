@@ -17,7 +17,7 @@ import pytest
 from qerl_lab.cli.scheduler import GpuPool
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.tools import queue as command
 from qerl_lab.tools.queue import CollectOptions, Machine, RunOptions, collect, run
 from qerl_lab.tools.queue_file import DONE, FAILED, Planned, read_ledger, write_ledger
@@ -87,7 +87,7 @@ class Calls:
         if words[1] == "qerl_lab":
             directory = RunDirectory(folder)
             if not directory.is_claimed:
-                directory.claim(self.cfg, Typed("python -m qerl_lab"))
+                directory.claim(self.cfg, TypedCommand("python -m qerl_lab"))
             folder.with_suffix(".txt").touch()
             ending = self.endings.pop(0) if self.endings else DONE
             if ending == "stopped":

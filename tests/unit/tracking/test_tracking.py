@@ -15,7 +15,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.record.resolved import write_config
 from qerl_lab.tracking import mlflow
@@ -222,7 +222,7 @@ def test_what_cannot_be_resynced_is_one_line(tmp_path: Path, capsys: pytest.Capt
         return err
 
     assert "has no resolved.yaml, so it is no run directory" in refused(2)
-    run.claim(RunConfig(), Typed("the command"))
+    run.claim(RunConfig(), TypedCommand("the command"))
     assert f"has no metrics.jsonl yet. Type python -m qerl_lab resume='{run.path}'." in refused(2)
     assert run.mirror() == {}
     run.begin()
