@@ -154,7 +154,7 @@ def test_a_step_over_a_shared_base_has_the_same_bits(
     engine = rollout.build(cfg, learner)
     layers = packed_layers(learner.base)
     assert len(layers) == 28
-    assert all(layer.form is not None for layer in layers.values())
+    assert all(layer.engine_layout is not None for layer in layers.values())
     assert sample(engine) > 0
     assert same(step(learner), expected)
     engine.close()

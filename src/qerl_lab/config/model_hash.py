@@ -21,12 +21,12 @@ OF_A_TENSOR, OF_A_GGUF = 4, 1024  # number of samples
 def model_hash(path: Path) -> str | None:
     """Return 12 hex digits that identify a local model by content. None unless it is a safetensors folder or FILE.gguf.
 
-    The hash covers the weights, and of a folder also the files in `BESIDE` and the names of all these files. It does
-    not depend on where the model lies.
+    The hash covers the weights. For a folder it also covers the files in `BESIDE` and the names of all these files. It
+    does not depend on where the model lies.
 
-    Files in `BESIDE` and weight files of up to 4 MiB are read whole. Of a larger weight file the hash covers its size
-    and samples of 4 KiB at even distances: 1,024 samples of a GGUF; of safetensors the header and 4 samples per tensor,
-    or all of a tensor of up to 64 KiB, such as a norm or bias.
+    Files in `BESIDE` and weight files of up to 4 MiB are read whole. For a larger weight file the hash covers the size
+    and samples of 4 KiB at even distances: 1,024 samples of a GGUF file, or the header and 4 samples per tensor of a
+    safetensors file. Tensors of up to 64 KiB, such as a norm or bias, are read whole there.
 
     Training changes a tensor throughout, so samples detect it. They can miss an edit of a few rows of a large matrix,
     or of a small tensor in a GGUF.

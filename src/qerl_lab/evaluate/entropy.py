@@ -42,15 +42,12 @@ SCHEMA = 2  # 1 also had rows for parts of the weight error
 
 
 class Arm(NamedTuple):
-    """A packed model to measure, which `cfg` loads, with its `method` of quantization: rtn, gptq, awq or unknown.
+    """A packed model to measure."""
 
-    It is a checkpoint in `folder`, or if `folder` is None the dense model rounded to nearest.
-    """
-
-    cfg: RunConfig
+    cfg: RunConfig  # loads the model
     weight_format: Format
-    method: str
-    folder: Path | None = None
+    method: str  # of quantization: rtn, gptq, awq or unknown
+    folder: Path | None = None  # of the packed checkpoint; None: the dense model, rounded to nearest
 
     @property
     def name(self) -> str:

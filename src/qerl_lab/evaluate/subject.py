@@ -96,7 +96,12 @@ def _check_context(cfg: RunConfig) -> None:
 
 
 def _resolve_run(options: AccuracyOptions) -> Subject:
-    """Return the subject of `run=`: base and final adapter, the base alone, or with lora=full the trained model."""
+    """Return what to evaluate for `run=`.
+
+    This is the run's base with its final adapter, or the trained model if the run has lora=full. With `adapter=false`
+    it is the base alone. Raises ConfigError if the run is missing, if its model is gone or has changed, or, unless
+    `adapter=false`, if the run is not finished.
+    """
     directory = requested_run(options)
     cfg, said, day = directory.config(), f"run {options.run}", directory.first_day()
     on_disk.check_content(cfg)
@@ -111,9 +116,11 @@ def _resolve_run(options: AccuracyOptions) -> Subject:
 
 
 def _resolve_model(options: AccuracyOptions) -> Subject:
-    """Return the subject of `model=`: a packed model in its own format, a dense one in `options.format`, or else bf16.
+    """Return what to evaluate for `model=`.
 
-    Raises ConfigError if a packed model has another format than `options.format`.
+    A packed model keeps its format. A dense model is packed in `options.format`, or stays in bf16 if `options.format`
+    is None. Raises ConfigError if the model is missing or has no chat template, or if it is packed in another format
+    than `options.format`.
     """
     cfg, said = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
@@ -202,9 +209,9 @@ def load_questions(cfg: TaskConfig, before: str) -> Task:
 def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
     """Return the configuration of the benchmark `name`, with its questions in `path`.
 
-    It is `run_task` if that has this name and is no task.module, else conf/task/NAME.yaml. If the YAML has no
-    instruction, that of `run_task` is used. With `path` None the questions come from the path of `run_task`, or for a
-    YAML from the task's own source.
+    This is `run_task` if `run_task` has the name and sets no task.module, and else conf/task/NAME.yaml. If the YAML has
+    no instruction, the instruction of `run_task` is used. With `path` None the questions come from the path of
+    `run_task`, or for a YAML from the task's own source.
     """
     if run_task is not None and name == run_task.name and not run_task.module:
         return replace(run_task, path=path or run_task.path)

@@ -129,7 +129,7 @@ def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     """Validate `weight[N, K]` for packing; return it contiguous in float32 or bfloat16.
 
     float16 converts exactly to float32; float64 is rounded to float32. Raises ValueError, naming the tensor `name`,
-    unless `weight` is a matrix of finite floats below 2**100 whose rows divide into blocks. Where blocks cross rows
+    unless `weight` is a matrix of finite floats below 2**100, and each row divides into blocks. Where blocks cross rows
     (BY_ROWS is false), the whole matrix must divide into blocks instead.
     """
     check_weight(weight, weight_format, name=name)

@@ -22,7 +22,8 @@ class Chat:
     """Renders chats with a tokenizer's template.
 
     Attributes:
-        day: date given to templates that write one. A run keeps its first day, so that its prompts stay the same.
+        day: the date for templates that write a date. A run keeps the day of its start when it resumes, so that its
+            prompts stay the same.
         writes_date: whether the template has asked for the date.
     """
 

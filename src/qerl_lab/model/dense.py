@@ -29,7 +29,7 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
     norms = {f"{name}.weight": norm.detach().to(policy.dtype) for name, norm in policy.norms.items()}
     tensors, again = base.state_dict() | norms, tied(base)
     for name, module in base.named_modules():
-        if isinstance(module, PackedLinear) and module.form is not None:  # tensors in an engine's layout
+        if isinstance(module, PackedLinear) and module.engine_layout is not None:  # tensors in an engine's layout
             for key in module.held():
                 del tensors[f"{name}.{key}"]
             tensors |= {f"{name}.{key}": tensor for key, tensor in module.packed().items()}

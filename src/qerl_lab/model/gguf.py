@@ -42,17 +42,14 @@ SPECIAL = {
 
 
 class Header(NamedTuple):
-    """Contents of a GGUF header: parameter count, tensors by type, and settings of the tokenizer.
-
-    `rope_scaling` names the keys and tensors that scale the rotary positions, as in Llama 3.1.
-    """
+    """What a GGUF header says about weights and tokenizer."""
 
     parameters: int
-    kinds: dict[str, int]
-    special_ids: dict[str, int]
-    unsplit_ids: list[int]
-    is_byte_level: bool
-    rope_scaling: list[str]
+    tensor_counts: dict[str, int]  # by quantization type, such as Q4_K; the most frequent type first
+    special_ids: dict[str, int]  # token ids by transformers' name, such as `eos_token`
+    unsplit_ids: list[int]  # ids of user-defined tokens, which are never split but are not special
+    is_byte_level: bool  # whether the tokenizer is byte-level BPE, as in GPT-2
+    rope_scaling: list[str]  # names of keys and tensors that scale the rotary positions, as in Llama 3.1
 
 
 def is_gguf(path: str) -> bool:
@@ -73,7 +70,10 @@ def existing_file(path: str, key: str) -> Path:
 
 
 def unpacked_folder(file: Path) -> Path:
-    """Return the cache directory that a GGUF file is or will be unpacked to. A changed file gets another directory."""
+    """Return the cache directory that a GGUF file is or will be unpacked to.
+
+    A moved or changed file gets another directory, because the name has a hash of path, size and modification time.
+    """
     status, place = file.stat(), file.resolve()
     key = f"{LAYOUT} {place} {status.st_size} {status.st_mtime_ns}"
     return cache_folder() / f"{file.name.removesuffix(SUFFIX)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
@@ -158,7 +158,7 @@ def unpack(file: Path) -> Path:
     with exclusive(cache_folder()):  # among ranks and jobs of a sweep the first unpacks, the others wait
         if folder.is_dir():
             return folder
-        kinds = ", ".join(f"{kind} ({count})" for kind, count in found.kinds.items())
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in found.tensor_counts.items())
         said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
         print(said, file=sys.stderr, flush=True)
         partial = folder.with_name(f"{folder.name}.partial")  # renamed when complete
@@ -212,7 +212,8 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     save_tokenizer(tokenizer, folder)
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
     about = {
-        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": file_header.kinds,
-        "parameters": file_header.parameters, "dequantized_to": DTYPE, "packages": versions,
+        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size,
+        "tensors": file_header.tensor_counts, "parameters": file_header.parameters, "dequantized_to": DTYPE,
+        "packages": versions,
     }  # fmt: skip
     (folder / UNPACKED).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -33,8 +33,8 @@ class PackedLinear(nn.Linear):
     instead of saving a dense weight. With `dense_cache` (CPU only) the unpacked weight is kept between calls, outside
     the state dict; the result is bit-equal.
 
-    After `hold` with a `form` the buffers are an engine's tensors in the engine's layout; the layer computes the same
-    bits. If the layer is then moved to another device, its buffers become copies in checkpoint layout again.
+    After `hold` with an `engine_layout` the buffers are an engine's tensors in the engine's layout. The layer computes
+    the same bits. If the layer is then moved to another device, its buffers become copies in checkpoint layout again.
     """
 
     def __init__(self, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> None:
@@ -51,17 +51,16 @@ class PackedLinear(nn.Linear):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
         self.hold(packed)
 
-    def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
+    def hold(self, tensors: Mapping[str, Tensor], engine_layout: Marlin | Tiles | None = None) -> None:
         """Store `tensors` in place of the buffers that now hold the weight. `tensors` must encode the same weight.
 
-        If `tensors` are in an engine's layout, `form` is the object that reads that layout. None means that `tensors`
-        are in checkpoint layout.
+        `engine_layout` reads `tensors` that are in an engine's layout. None means that they are in checkpoint layout.
         """
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
         self._buffer_names = {name: name.replace(".", "__") for name in tensors}  # torch allows no dots
         self._buffers.clear()
         self._buffers.update({self._buffer_names[name]: tensor for name, tensor in tensors.items()})
-        self.form = form
+        self.engine_layout = engine_layout
         self._make_decoder()
 
     @property
@@ -74,7 +73,7 @@ class PackedLinear(nn.Linear):
 
     def packed(self) -> dict[str, Tensor]:
         """Return the weight's packed tensors by checkpoint name, converted from an engine's layout if needed."""
-        return self.held() if self.form is None else self.form.stored(self.held())
+        return self.held() if self.engine_layout is None else self.engine_layout.stored(self.held())
 
     def held(self) -> dict[str, Tensor]:
         """Return the buffers that hold the weight, by name, unconverted: they may be in an engine's layout."""
@@ -94,7 +93,7 @@ class PackedLinear(nn.Linear):
         """
         self._dense: dict[torch.dtype, Tensor] = {}
         if not self.weight.is_meta:
-            read = self.form or self.weight_format
+            read = self.engine_layout or self.weight_format
             self.decoder: Decoder = read.decoder(self.held(), (self.out_features, self.in_features))
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
@@ -125,7 +124,7 @@ class PackedLinear(nn.Linear):
         """
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = probe.dtype
-        if self.form is not None and probe.device != self.weight.device:
+        if self.engine_layout is not None and probe.device != self.weight.device:
             self.hold(self.packed())  # an engine's tensor may hold several layers, and each would copy all of it
         packed = self.held().values()
 
@@ -211,7 +210,7 @@ def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Sequenc
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """Return a model's packed layers by checkpoint name, without PEFT's `.base_layer`."""
+    """Return a model's packed layers by their checkpoint names, which lack PEFT's suffix `.base_layer`."""
     return {
         name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()
         if isinstance(layer, PackedLinear)

@@ -342,7 +342,7 @@ def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, 
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the model's adapter to `folder` in PEFT's layout."""
+    """Write the model's adapter to `folder` in PEFT's layout, with the folder's read and write permissions."""
     model.save_pretrained(folder)
     make_readable([folder / WEIGHTS])
 

@@ -75,7 +75,11 @@ class Rollout:
     def from_completions(
         cls, prompt_ids_P: list[list[int]], completions_P_G: list[list[Completion]], started: float
     ) -> Self:
-        """Build a rollout that began at `started` (time.perf_counter)."""
+        """Build a rollout from G completions of each of P prompts.
+
+        `started` is the time at which sampling began, by `time.perf_counter`. Sampling must have ended, because
+        `seconds` is the time from `started` until now. The mean entropy is None if no completion has an entropy.
+        """
         every_completion = [completion for group in completions_P_G for completion in group]
         entropies = [completion.entropy for completion in every_completion if completion.entropy is not None]
         tokens = sum(len(completion.ids) for completion in every_completion)

@@ -187,7 +187,7 @@ def test_a_change_of_dtype_leaves_them_on_one_tensor(q_and_k: nn.ModuleList) -> 
 def test_a_layer_that_moves_takes_its_own_part_along(q_and_k: nn.ModuleList) -> None:
     """The meta device stands for another."""
     layer = q_and_k[1].to("meta")
-    assert layer.form is None
+    assert layer.engine_layout is None
     assert {name: tuple(tensor.shape) for name, tensor in layer.held().items()} == {
         name: shape for name, (shape, _) in NVFP4.layout((BLOCK, K)).items()
     }

@@ -88,7 +88,7 @@ def test_a_layer_with_a_scale_that_the_form_drops_keeps_its_own(
     before = gradients(policy)
     with one_copy.packed_on_host(policy):
         assert one_copy.share(policy, engine_of(policy, form=form)) == [name] * kept
-    shared = [one for one, layer in packed_layers(policy.base).items() if layer.form is not None]
+    shared = [one for one, layer in packed_layers(policy.base).items() if layer.engine_layout is not None]
     assert len(shared) == 14 - kept
     assert (name in shared) != kept
     assert all(equal(a, b) for a, b in zip(gradients(policy), before, strict=True))
@@ -176,7 +176,7 @@ def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy,
     change(packed_layers(policy.base), engine)
     with pytest.raises(ConfigError, match=f"share_base=true .*{said}.*Type rollout.vllm.share_base=false"):
         one_copy.share(policy, engine)
-    assert not any(layer.form for layer in packed_layers(policy.base).values())
+    assert not any(layer.engine_layout for layer in packed_layers(policy.base).values())
 
 
 # The engine, where vLLM is not installed: over an LLM that reads its folder, packs, and does nothing else.
@@ -191,7 +191,7 @@ class Llm(PlayedLlm):
 
     def __init__(self, model: str, *, kv_cache_memory_bytes: int, **_: Any) -> None:
         layers = packed_layers(self.policy.base).values()
-        self.seen.append({"shared" if layer.form else layer.weight.device.type for layer in layers})
+        self.seen.append({"shared" if layer.engine_layout else layer.weight.device.type for layer in layers})
         if self.wrong is not None:
             raise self.wrong
         files, parts = WeightFiles(Path(model)), ("weight_packed", "weight_scale", "weight_global_scale")
@@ -219,10 +219,10 @@ def test_the_engine_shares_its_base_and_one_that_is_built_again_too(
     expected = gradients(policy)
     alone = engine_module.VllmEngine(policy, cfg).held()["vLLM's weights"]
     assert Llm.seen.pop() == {"cpu"}
-    assert not any(layer.form for layer in packed_layers(policy.base).values())
+    assert not any(layer.engine_layout for layer in packed_layers(policy.base).values())
     cfg.rollout.vllm.share_base = True
     engine = engine_module.VllmEngine(policy, cfg)
-    assert all(layer.form for layer in packed_layers(policy.base).values())
+    assert all(layer.engine_layout for layer in packed_layers(policy.base).values())
     size = one_copy.shared_bytes(policy)
     assert alone - engine.held()["vLLM's weights"] == size > 0
     engine.close()
@@ -242,7 +242,7 @@ def test_an_engine_that_does_not_start_leaves_the_policy_its_weights(
     monkeypatch.setattr(Llm, "wrong", ValueError("no memory"))
     with pytest.raises(ConfigError, match="no memory"):
         engine_module.VllmEngine(policy, cfg)
-    assert not any(layer.form for layer in packed_layers(policy.base).values())
+    assert not any(layer.engine_layout for layer in packed_layers(policy.base).values())
     assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
 
 

@@ -54,9 +54,10 @@ def shared_by_mps(device: int) -> bool:
 
 
 def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
-    """Compile a CUDA file plus a line `variant`; return the machine code and NVRTC's log.
+    """Compile the CUDA file `source` for `architecture`, such as "sm_90a"; return the cubin and NVRTC's log.
 
-    Raises RuntimeError with that log if the file does not compile.
+    `variant` is CUDA code that is appended to the file, such as the line that instantiates a template. Raises
+    RuntimeError with the log if the file does not compile.
     """
     program = check_status(
         nvrtc.nvrtcCreateProgram(source.read_bytes() + variant.encode(), source.name.encode(), 0, [], [])
@@ -137,8 +138,8 @@ def _build_tensor_map(
 ) -> Any:
     """Build a CUtensorMap of a bfloat16 matrix, as an argument of `launch`. Copies read zeros beyond the last element.
 
-    `sizes` gives the matrix's number of elements along each axis, innermost axis first, `box` that of a copy.
-    `strides` gives the stride in bytes of each axis but the innermost.
+    `sizes` gives the number of elements of the matrix along each axis, innermost axis first. `box` gives the number of
+    elements of one copy, in the same order. `strides` gives the stride in bytes of each axis but the innermost.
     """
     made = check_status(
         driver.cuTensorMapEncodeTiled(

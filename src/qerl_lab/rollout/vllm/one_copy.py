@@ -1,11 +1,13 @@
 """Share one NVFP4 base between engine and trainer: the policy's packed layers read the engine's tensors.
 
 An engine reorders every weight for its kernel, so the trainer reads that layout: `formats.tiles` for the lab's kernel,
-`formats.marlin` for vLLM's. Both unpack to the same bits. A part of a fused layer (q/k/v, gate/up) is a range of rows.
+`formats.marlin` for vLLM's kernel. Both unpack to the same bits. A part of a fused layer (q/k/v, gate/up) is a range of
+rows.
 
-`share` compares the engine's tensors with the policy's, bit for bit, before it drops the policy's. A layer whose bits
-differ keeps its own tensors: Marlin drops block scales below 2^-6, and `formats.tiles` has one way to write a block of
-zeros. While vLLM starts, the policy's packed tensors lie in host memory, so that the GPU never holds two copies.
+`share` compares the engine's tensors with the policy's, bit for bit, before it drops the policy's tensors. If bits
+differ, a layer keeps its own tensors: Marlin drops block scales below 2^-6, and `formats.tiles` has one way to write a
+block of zeros. While vLLM starts, the policy's packed tensors lie in host memory, so that the GPU never holds two
+copies.
 """
 
 from collections.abc import Iterator
@@ -40,15 +42,16 @@ def packed_on_host(policy: Policy) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            if layer.form is None:
+            if layer.engine_layout is None:
                 layer.hold({name: tensor.to(device) for name, tensor in layer.packed().items()})
 
 
 def share(policy: Policy, model: nn.Module) -> list[str]:
     """Replace the packed weights of `policy` by the tensors of vLLM's `model`.
 
-    Returns the names of the policy's layers that keep their own tensors, because vLLM's differ in some bits. Raises
-    ConfigError, before any layer changes, if vLLM's model lacks a layer or the trainer cannot read its layout.
+    Returns the names of the policy's layers that keep their own tensors, because vLLM's tensors differ in some bits.
+    Raises ConfigError if vLLM's model lacks a layer, or if the trainer cannot read the layout of a layer. No layer has
+    changed then.
     """
     layers = packed_layers(policy.base)
     pairs = list(_fused_pairs(layers, model))
@@ -63,7 +66,7 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
 
 def shared_bytes(policy: Policy) -> int:
     """Return the bytes of the tensors that the policy shares with vLLM."""
-    return sum(layer.packed_bytes() for layer in packed_layers(policy.base).values() if layer.form is not None)
+    return sum(layer.packed_bytes() for layer in packed_layers(policy.base).values() if layer.engine_layout is not None)
 
 
 def cannot_share(why: str) -> ConfigError:
@@ -104,25 +107,25 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
 def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
     """Let the policy's layers `parts` hold the tensors of vLLM's layer `theirs`, which fuses them.
 
-    Returns the names of parts that keep their own tensors, because vLLM's differ in some bits.
+    Returns the names of parts that keep their own tensors, because vLLM's tensors differ in some bits.
     """
     keep, first = [], 0  # `first` is the row of the fused layer at which a part begins
     for name, layer in parts.items():
         packed = layer.packed()
-        form: Tiles | Marlin
+        layout: Tiles | Marlin
         if TILES in theirs._buffers:
             tiles = theirs.get_buffer(TILES)
             held = {TILES: tiles, DIVISOR: packed[DIVISOR].to(tiles.device)}
-            form = Tiles(first, layer.out_features, layer.in_features)
+            layout = Tiles(first, layer.out_features, layer.in_features)
         else:
             codes, scale = (theirs.get_parameter(of_engine).data for of_engine in ("weight", "weight_scale"))
             divisor = packed[DIVISOR].to(codes.device)
             held = part({CODES: codes, SCALE: scale, DIVISOR: divisor}, first, layer.out_features)
-            form = Marlin(boost(divisor, theirs.get_parameter("weight_global_scale")))
+            layout = Marlin(boost(divisor, theirs.get_parameter("weight_global_scale")))
         own = {key: tensor.to(held[DIVISOR].device) for key, tensor in packed.items()}
-        stored = form.stored(held)
+        stored = layout.stored(held)
         if all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items()):
-            layer.hold(held, form)
+            layer.hold(held, layout)
         else:
             keep.append(name)
         first += layer.out_features

@@ -177,7 +177,7 @@ class VllmEngine(Engine):
         return {"vLLM's weights": weights, "vLLM's key-value cache": cache}
 
     def close(self) -> None:
-        """Shut vLLM down in this process and release its memory."""
+        """Shut vLLM down in this process and release its memory. A second call does nothing."""
         if not hasattr(self, "llm"):  # closed before
             return
         if self._adapter:

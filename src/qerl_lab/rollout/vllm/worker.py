@@ -99,7 +99,7 @@ class NormWorker(Worker):
             torch.cuda.synchronize()
 
     def qerl_norms(self, names: list[str]) -> dict[str, list[str]]:
-        """Return [dtype, base64] of the norms in `names` that this worker holds, by name."""
+        """Map each name in `names` that this worker holds to the weights of the norm, as [dtype, base64]."""
         weights = self._qerl_parameters()
         return {name: encode_tensor(weights[name]) for name in names if name in weights}
 

@@ -115,7 +115,10 @@ class VllmServerEngine(Engine):
             )
 
     def _take_over(self) -> None:
-        """Replace all adapters on the server by this engine's. Raises ConfigError if the server cannot load it."""
+        """Replace all adapters on the server by the adapter of this engine, and abort requests that still run there.
+
+        Raises ConfigError if the server cannot load the adapter.
+        """
         held = self._adapter_names()
         self._server.ask("POST", "/abort_requests", {})  # running requests would keep the prefix cache
         self._call_workers("qerl_clear")  # the first sync resets the prefix cache
