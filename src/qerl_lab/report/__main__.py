@@ -164,7 +164,10 @@ COMMANDS: dict[str, Command[Any]] = {
 
 @exits.command
 def main(arguments: list[str]) -> int:
-    """Run `python -m qerl_lab.report` with the given command-line arguments, and return the exit code."""
+    """Run `python -m qerl_lab.report` with the given command-line arguments, and return the exit code.
+
+    Raises ConfigError if the arguments are refused, or if the first argument is neither a directory nor a command.
+    """
     if arguments and arguments[0] in COMMANDS:
         return run_subcommand(COMMANDS, arguments)
     if arguments and not Path(arguments[0]).exists() and (hint := did_you_mean(arguments[0], list(COMMANDS))):

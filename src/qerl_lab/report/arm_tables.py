@@ -157,8 +157,8 @@ def _entropy_table(comparison: Comparison) -> Table:
 def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
     """Tabulate tokens/s, shares of time by phase, peak memory and seconds a run of each arm.
 
-    Beside them stand tokens/s over those of the arm `baseline`, seed by seed, and the paper's ratios to BF16 (Figure 1,
-    Table 3).
+    Beside them stand the ratios of tokens/s to the arm `baseline`, seed by seed, and the paper's ratios to BF16
+    (Figure 1, Table 3).
     """
     beside = reference.rows_of_table_1(comparison.arms, {})
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",

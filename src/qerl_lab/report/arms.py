@@ -26,9 +26,9 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
     Questions are compared by SHA-256. Runs with equal questions get the path seen first. If runs with equal `task.*`
     settings had different questions, a hash of the questions is added to each path.
 
-    Older records lack a SHA-256. If only that of the held-out questions is missing, it is taken from runs with the same
-    training questions. If both are missing, both are taken from runs with the same path. If those runs differ in the
-    SHA-256, it stays missing.
+    Older records lack a SHA-256. If only the SHA-256 of the held-out questions is missing, it is taken from runs with
+    the same training questions. If both are missing, both are taken from runs with the same path. If the runs with the
+    same questions or path differ in the SHA-256, it stays missing.
     """
     training = [run.origin.training_sha256 for run in runs]
     heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
@@ -223,7 +223,7 @@ def format_setting(key: str, value: str) -> str:
 def shorten(value: str) -> str:
     """Shorten a value of more than `LONGEST` characters, and add a hash of the whole value so that labels stay unique.
 
-    A value with blanks keeps its beginning. Any other value, such as a path, keeps its end.
+    A value with spaces keeps its beginning. Any other value, such as a path, keeps its end.
     """
     if len(value) <= LONGEST:
         return value

@@ -40,8 +40,8 @@ def draw(result: Result, path: Path) -> None:
 def _draw_rollouts(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
     """Draw tokens/s of each arm by batch, at the first LoRA rank of the result; `about` holds the benchmark's options.
 
-    Two further panels follow if measured: ratios to stock BF16 by batch, and ratios to a stock arm by rank. The latter
-    needs several ranks; it uses the smallest batch, and shows the paper's Figure 11 too.
+    Two further panels follow if measured: ratios to stock BF16 by batch, and ratios to a stock arm by rank. The panel
+    by rank needs several ranks. It uses the smallest batch, and shows the paper's Figure 11 too.
     """
     formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
     styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}

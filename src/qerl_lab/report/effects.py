@@ -35,20 +35,20 @@ class Side:
     started: Mapping[str, Sequence[Run]]
 
     @property
-    def options(self) -> dict[str, list[Run]]:
-        """Return the finished runs by value of the spanned key, without the values that have no finished run."""
-        finished = {value: [run for run in runs if run.is_finished] for value, runs in self.started.items()}
-        return {value: runs for value, runs in finished.items() if runs}
+    def finished(self) -> dict[str, list[Run]]:
+        """Map each value of the spanned key to its finished runs. Values without a finished run are left out."""
+        by_value = {value: [run for run in runs if run.is_finished] for value, runs in self.started.items()}
+        return {value: runs for value, runs in by_value.items() if runs}
 
     @property
     def runs(self) -> list[Run]:
         """Return the finished runs at all values of the spanned key."""
-        return [run for runs in self.options.values() for run in runs]
+        return [run for runs in self.finished.values() for run in runs]
 
     @property
     def seeds(self) -> set[int]:
         """Return the seeds that have a run at every value of the spanned key."""
-        return set.intersection(*({run.seed for run in runs} for runs in self.options.values()))
+        return set.intersection(*({run.seed for run in runs} for runs in self.finished.values()))
 
 
 class Pair(NamedTuple):
@@ -117,7 +117,7 @@ def _group_into_sides(claim: Claim, started: Sequence[Run]) -> dict[tuple[Arm, A
 
 def _with_shared_options(claim: Claim, treated: Side, control: Side) -> tuple[Side, Side]:
     """Limit both sides to the values of `mean_over` that they share; return them unchanged without such a value."""
-    shared = treated.options.keys() & control.options.keys()
+    shared = treated.finished.keys() & control.finished.keys()
     if not claim.mean_over or not shared:
         return treated, control
     of_treated, of_control = (
@@ -166,7 +166,7 @@ class Numbers:
     effect: stats.Interval  # the paired difference, for a ratio the factor
     oriented: np.ndarray  # [seeds, questions], the effect or its lower bound, positive where the claim holds
     at_most: np.ndarray  # the upper bound of the same effect
-    variances: tuple[float, float]  # of seeds' means (`verdicts.pool_variances` raises it), and of questions
+    variances: tuple[float, float]  # of seeds' means (`verdicts.floor_variances` raises it), and of questions
     jackknife: float  # least variance of seeds' means: above 0 if seeds depend on each other (`best_of`)
     guardrail: str  # `HELD`, `BROKEN` or `OPEN`; empty without one
     p: PValues = NOTHING_SHOWN
@@ -176,11 +176,11 @@ class Numbers:
 
 
 def measure_pair(claim: Claim, pair: Pair) -> Numbers:
-    """Measure the effect of a pair of arms over the seeds that both have; `verdicts.pool_variances` adds the p-values.
+    """Measure the effect of a pair of arms over the seeds that both have; `verdicts.floor_variances` adds the p-values.
 
     Raises Unmeasured for too few shared seeds, questions or values of the spanned key, and if runs lack the measure.
     """
-    treated_values, control_values = pair.treated.options.keys(), pair.control.options.keys()  # of the spanned key
+    treated_values, control_values = pair.treated.finished.keys(), pair.control.finished.keys()  # of the spanned key
     seeds, needed = sorted(pair.treated.seeds & pair.control.seeds), claim.file.seeds
     if claim.best_of:  # if one seed is left out, each of the others still needs one that chooses for it
         needed = max(needed, INTERVAL_SEEDS)
@@ -259,7 +259,7 @@ def _measure_side(
         high = low if own.most is None else low.where(low <= own.most(runs[0]), np.inf)
         return Range(np.log(low), np.log(high)) if own.ratio else Range(low, high)
 
-    options = [measure_option(measure, runs) for runs in side.options.values()]
+    options = [measure_option(measure, runs) for runs in side.finished.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:
         count = len(options)
@@ -269,7 +269,7 @@ def _measure_side(
         )
     chosen, without = dict.fromkeys(seeds, options[0]), None
     if len(options) > 1:
-        sign, ranked = claim.direction or 1, [measure_option(claim.measure, runs) for runs in side.options.values()]
+        sign, ranked = claim.direction or 1, [measure_option(claim.measure, runs) for runs in side.finished.values()]
         better = [sign * option.low.mean(axis=1).to_numpy() for option in ranked]
         lows = np.array([option.low[columns].to_numpy(float) for option in options])  # [options, seeds, questions]
 

@@ -104,9 +104,10 @@ def _trailing_means(shares: pd.Series) -> pd.Series:
 
 
 def has_collapsed(run: Run) -> bool:
-    """Tell whether right answers in the last tenth of the steps are below `FALLEN` times those in the best tenth.
+    """Tell whether a run's share of right answers has collapsed by the end.
 
-    Right answers are counted as a share of completions. Raises Unmeasured as `answer_shares` does.
+    This means that the mean share over the last tenth of the steps is below `FALLEN` times the highest mean over a
+    tenth of the steps in a row. Raises Unmeasured if the task's reward for a right answer is 0.
     """
     shares = answer_shares(run)
     return bool(last_tenth(shares).mean() < FALLEN * _trailing_means(shares).max())
@@ -116,8 +117,8 @@ def _half_rise_steps(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
     """Return, by seed, the first step at which right answers reach the middle of the control's rise, else steps + 1.
 
     Right answers are averaged over a trailing tenth of the steps. The control's rise goes from the mean over the first
-    tenth of its steps to the mean over the last tenth. Of several control arms, such as learning rates, the arm with
-    most right answers gives the rise. Raises Unmeasured if the rise is below `LEAST_RISE`.
+    tenth of its steps to the mean over the last tenth. If there are several control arms, such as learning rates, the
+    arm with most right answers gives the rise. Raises Unmeasured if the rise is below `LEAST_RISE`.
     """
     by_arm: dict[Arm, list[pd.Series]] = {}
     for run in controls:

@@ -30,7 +30,7 @@ from qerl_lab.report import (
 )
 from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.comparison import Comparison
-from qerl_lab.report.speed_tables import Speed
+from qerl_lab.report.speed_tables import SpeedSection
 from qerl_lab.report.table import NONE
 from qerl_lab.report.verdicts import Row, Verdict, judge
 from qerl_lab.system.disk import replace_file
@@ -131,7 +131,7 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
 
 
 def html(
-    compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
+    compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: SpeedSection,
     line: str, title: str,
 ) -> str:  # fmt: skip
     """Render report.html, with the figures inside; `rows` are the verdicts.

@@ -127,7 +127,10 @@ def frames(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str,
 
 
 def write(folder: Path, tables: Frames) -> None:
-    """Write the tables of `frames` to a results folder as Parquet, each file atomically. Raises OSError."""
+    """Write the tables of `frames` to a results folder as Parquet, each file atomically.
+
+    Raises OSError if a file cannot be written.
+    """
     for name, table in tables.items():
         data = io.BytesIO()
         table.to_parquet(data, index=False, compression="zstd", compression_level=19)

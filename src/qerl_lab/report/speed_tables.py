@@ -26,21 +26,21 @@ WITHOUT = "No benchmarks on this page: add results of python -m qerl_lab.bench w
 ABOUT = "Ratios are to the baseline of the same file. The paper used one H100 with 80 GB: compare ratios, not tokens/s."
 
 
-class Speed(NamedTuple):
+class SpeedSection(NamedTuple):
     """The speed section of the page: tables, and notes on the files."""
 
     tables: list[Table]
     notes: list[str]
 
 
-def tabulate_files(paths: Sequence[Path]) -> Speed:
+def tabulate_files(paths: Sequence[Path]) -> SpeedSection:
     """Tabulate benchmark results beside the paper's speed and memory; `paths` are result files, or folders of them.
 
     Invalid and incomplete files are left out with a note. Raises ConfigError for a path that does not exist or has no
     file.
     """
     if not paths:
-        return Speed([], [WITHOUT])
+        return SpeedSection([], [WITHOUT])
     files = []
     for path in paths:
         found = sorted(path.glob("*.json")) if path.is_dir() else [path]
@@ -62,7 +62,7 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
             about = f"left out, no complete result of python -m qerl_lab.bench ({error!r})."
         notes.append(f"{format_path(file)}: {about}")
     rollouts, steps = ([rows for rows in ours if rows["benchmark"].iloc[0] == kind] for kind in ("rollout", "step"))
-    return Speed([_rollout_table(rollouts), _step_table(steps), _memory_table(sizes)], notes)
+    return SpeedSection([_rollout_table(rollouts), _step_table(steps), _memory_table(sizes)], notes)
 
 
 def _describe_result(result: Result, rows: pd.DataFrame) -> str:
@@ -199,7 +199,10 @@ def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
 
 
 def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
-    """Build the table of memory: measured weights and peaks beside the paper's model sizes in GB."""
+    """Build the table of memory: measured weights and peaks beside the paper's model sizes in GB (1e9 bytes).
+
+    `ours` has a frame per result.
+    """
     papers = _paper_rows("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
     papers = with_ratios(papers, "number", ["model"], {"bf16": papers["format"] == "bf16"})
     papers["place"] = papers["format"].str.upper()

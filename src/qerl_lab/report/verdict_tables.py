@@ -96,9 +96,9 @@ def measured_cells(row: Row) -> dict[str, str]:
 
 
 def families(rows: Sequence[Row]) -> str:
-    """Format a sentence with the number of judged contrasts (`Row.judged`) by family, for which p-values are corrected.
+    """Format a sentence that says for how many tests p-values are corrected, by family.
 
-    It is empty if none was judged.
+    The tests of a family are its judged contrasts (`Row.judged`). The text is empty if no contrast was judged.
     """
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
@@ -107,8 +107,8 @@ def families(rows: Sequence[Row]) -> str:
 def missing_arms(rows: Sequence[Row]) -> str:
     """List the commands that would run what verdicts lack, a line each, with the names of the claims.
 
-    For claims with a queue file beside them it is the command that plans the queue, because a sweep may have values
-    that differ from those of the claims' arms. Empty text if every contrast has enough seeds.
+    For claims with a queue file beside them, the command plans the queue, because a sweep may have other values than
+    the arms of the claims. The text is empty if every contrast has enough seeds.
     """
     blocks: dict[str, dict[str, dict[str, None]]] = {}  # head -> command -> names of claims
     for claim in (row.claim for row in rows if row.judged is None):
@@ -136,7 +136,10 @@ def contrasts_without_runs(rows: Sequence[Row]) -> str:
 
 
 def collapses(rows: Sequence[Row]) -> list[list[str]]:
-    """Tabulate contrasts with collapsed runs, with the p-value of Fisher's exact test; empty if no run collapsed."""
+    """Tabulate contrasts with collapsed runs, with the two-sided p-value of Fisher's exact test.
+
+    A contrast without enough seeds for a verdict has a dash as p-value. The table is empty if no run collapsed.
+    """
     table = [["claim", "contrast", "collapsed: treated", "collapsed: control", "p, Fisher's exact test"]]
     for row in (row for row in rows if any(row.collapsed)):
         counts = list(zip(row.collapsed, row.finished, strict=True))

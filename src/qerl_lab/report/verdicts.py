@@ -105,7 +105,7 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
             for row in own:  # name the settings that tell the rows of a contrast apart
                 context = (item for item in row.context if item not in common and item[0] not in implied)
                 rows.append(replace(row, context=tuple(context)))
-    return set_verdicts(pool_variances(rows))
+    return set_verdicts(floor_variances(rows))
 
 
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
@@ -157,11 +157,12 @@ def _measure_row(row: Row, pair: Pair) -> Row:
     return row
 
 
-def pool_variances(rows: Sequence[Row]) -> list[Row]:
-    """Raise each contrast's variance of seeds to at least the median of its family and measure, and compute p-values.
+def floor_variances(rows: Sequence[Row]) -> list[Row]:
+    """Raise small variances between seeds, and compute p-values. Rows without enough seeds stay as they are.
 
-    Contrasts with censored seeds neither enter the median nor are raised to it, because their variances describe
-    bounds. Every contrast is raised to its own jackknife. Rows without enough seeds stay as they are.
+    A variance from few seeds may be small by luck. So the variance of each contrast becomes at least the median over
+    the contrasts of the same family and measure, and at least the jackknife variance of the contrast. Contrasts with
+    censored seeds neither enter the median nor are raised to it, because their variances describe bounds.
     """
     family: dict[tuple[str, str], list[float]] = {}
     for row in rows:

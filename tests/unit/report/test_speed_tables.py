@@ -8,7 +8,7 @@ import pytest
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.report import speed_tables
-from qerl_lab.report.speed_tables import Speed
+from qerl_lab.report.speed_tables import SpeedSection
 
 ABOUT = {
     "time": "2026-11-22T16:12:29+0000", "packages": {"torch": "2.11.0", "vllm": "0.26.0"}, "git_sha": "15ec283b4b09",
@@ -41,13 +41,13 @@ def steps(completions: int = 8) -> dict[str, Any]:
     return {"benchmark": "step", "environment": ABOUT, "options": asked, "rows": rows}
 
 
-def made(folder: Path, *results: Any) -> Speed:
+def made(folder: Path, *results: Any) -> SpeedSection:
     for index, result in enumerate(results):
         (folder / f"{index}.json").write_text(result if isinstance(result, str) else json.dumps(result))
     return speed_tables.tabulate_files([folder])
 
 
-def cells(speed: Speed, table: int, *row: str) -> dict[str, str]:
+def cells(speed: SpeedSection, table: int, *row: str) -> dict[str, str]:
     head, *rows = speed.tables[table].rows
     assert {len(one) for one in rows} == {len(head)}
     (found,) = (one for one in rows if one[: len(row)] == list(row))
@@ -172,7 +172,7 @@ def test_a_file_that_is_no_whole_result_is_left_out_and_said(tmp_path: Path, bro
 
 
 def test_nothing_given_nothing_there_and_no_result_in_a_folder(tmp_path: Path) -> None:
-    assert speed_tables.tabulate_files([]) == Speed([], [speed_tables.WITHOUT])
+    assert speed_tables.tabulate_files([]) == SpeedSection([], [speed_tables.WITHOUT])
     with pytest.raises(ConfigError, match=r"bench=.* holds no result\. Type a result of python -m"):
         speed_tables.tabulate_files([tmp_path])
     with pytest.raises(ConfigError, match=r"bench=.*missing\.json is not there\. Type a result of python -m"):

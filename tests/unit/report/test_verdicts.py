@@ -17,7 +17,7 @@ from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import FINISHED, Run, run_from
 from qerl_lab.report.stats import holm, p_above, variance_components
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
-from qerl_lab.report.verdicts import PValues, Row, Verdict, pool_variances, set_verdicts
+from qerl_lab.report.verdicts import PValues, Row, Verdict, floor_variances, set_verdicts
 from simulated_runs import BEST, BY_NAME, GRADED, HELD_OUT, QUIET, RATES, SCALAR, arms, record, shown, verdicts
 
 CLAIMS, LEARNING_RATE = of_paper(), "optim.learning_rate"
@@ -227,7 +227,7 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
     for claim in (claim for claim in CLAIMS if claim.sweep == grid):
         for contrast in claim.contrasts:
             (pair,) = find_pairs(claim, contrast, runs)
-            assert len(pair.treated.options) == len(pair.control.options) == (3 if claim.spanned_key else 1)
+            assert len(pair.treated.finished) == len(pair.control.finished) == (3 if claim.spanned_key else 1)
 
 
 # --- measures
@@ -322,7 +322,7 @@ def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     assert variance_components(alike)[0] < 1e-20 < variance_components(alike, floored=True)[0]
     lucky = replace(rows[0], numbers=replace(numbers, variances=variance_components(alike, floored=True)))
     noisy = replace(rows[1], numbers=replace(numbers, variances=(0.04, 0.0)))
-    found = [row.numbers.variances[0] for row in pool_variances([lucky, noisy])]
+    found = [row.numbers.variances[0] for row in floor_variances([lucky, noisy])]
     assert found == pytest.approx([0.02, 0.04], abs=1e-3)
 
 
