@@ -81,8 +81,9 @@ def serve(module: str, function: str, seconds: str, parent: str) -> None:
     """Serve calls of `module.function`, as the main loop of a worker process started by `_start`.
 
     Each line of standard input is a JSON list of arguments. The answer is one line of JSON on standard output: the
-    result, or null if the call raised an error. The kernel ends this process if a call takes `seconds` of CPU time.
-    This process also ends when the process with the id `parent` ends.
+    result, or null if the call raised an error. Signals end this process if a call takes `seconds` of CPU time, or
+    `WALL_FACTOR` * (`seconds` + 1) of wall time. The process also ends if a call needs too much memory, and when the
+    process with the id `parent` ends.
     """
     signal.setitimer(signal.ITIMER_REAL, START_SECONDS)  # the signals of both timers are not handled: they end it
     call = getattr(import_module(module), function)

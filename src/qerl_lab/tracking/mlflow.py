@@ -237,8 +237,8 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
 def create_sqlite(uri: str) -> None:
     """Create the sqlite database of `uri` if it is missing; do nothing for another kind of store.
 
-    The database is created under a temporary name and then linked into place. A half-created database could not be
-    opened again: a kill leaves one, and so do two runs of a sweep that create it at the same time.
+    The database is created under a temporary name and then linked into place. Otherwise a kill, or two runs of a sweep
+    that create the database at the same time, would leave a half-created database, which cannot be opened again.
     """
     path = sqlite_file(uri)
     if path is None or path.exists():

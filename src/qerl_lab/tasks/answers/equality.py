@@ -199,9 +199,10 @@ def _column(form: Several) -> Several:
 
 
 def _compare_relations(left: Form, right: Form) -> bool:
-    """Tell whether two forms are equal, at least one of them a relation: an equation or inequality.
+    """Tell whether a relation (an equation or inequality) equals another form.
 
-    The other form may be an equal relation, or the result of a calculation (`9+9=18`: 18).
+    At least one of `left` and `right` must be a relation. The other form may be an equal relation, or the result of a
+    calculation: `9+9=18` equals 18.
     """
     if isinstance(left, Relation) and isinstance(right, Relation):
         return _same_relation(left, right)

@@ -16,9 +16,10 @@ MAX_DEPTH, MAX_EXPONENT = 40, 4000  # nested brackets and arguments; power of te
 
 @dataclass(frozen=True, slots=True)
 class Num:
-    """An exact number. Of a decimal, `digits` counts the digits without leading zeros, `places` the decimal places.
+    """An exact number.
 
-    Both are 0 for an integer and for a repeating decimal. An exponent counts in `places`: 1.5e-3 has 4.
+    For a decimal, `digits` counts the digits without leading zeros, and `places` counts the decimal places. Both are 0
+    for an integer and for a repeating decimal. An exponent counts in `places`: 1.5e-3 has 4.
     """
 
     value: Fraction
@@ -140,7 +141,10 @@ class _Reader:
         return terms[0] if len(terms) == 1 else Op("+", tuple(terms))
 
     def term(self) -> Node:
-        """Parse `term = factor (("*" | "/" | "") factor)*`. A product without a sign binds as one with a sign."""
+        """Parse `term = factor (("*" | "/" | "") factor)*`.
+
+        Implicit multiplication, as in `xy`, binds as tightly as `*`, but its second factor has no sign.
+        """
         factors = [self.factor()]
         while True:
             if self.sees(*_TIMES):
@@ -227,7 +231,7 @@ class _Reader:
     def argument(self, signed: bool = False) -> Node:
         r"""Parse the argument of a macro: a group, or one character as in `\frac12`.
 
-        `signed`: parse an exponent instead, which may have a sign and many digits: `2^-10`.
+        With `signed` it parses an exponent instead, which may have a sign and many digits: `2^-10`.
         """
         token = self.next
         if token is not None and token.kind == "number":

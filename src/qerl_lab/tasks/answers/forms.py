@@ -34,9 +34,12 @@ class Words:
 class Several:
     """An answer of several parts.
 
-    `brackets` says what the parts form: "()", "[)" and so on a point or an interval, "[]" also a matrix or one of its
-    rows, "{}" a set, "" a list, "or" a union, "minus" a difference of sets, "base 8" the digits of a numeral in base 8,
-    ":" a ratio or a time of day, "am" and "pm" a time in that half of the day.
+    `brackets` says what the parts form:
+
+    - "()", "(]", "[)": a point or an interval; "[]": also a matrix, or a row of a matrix
+    - "{}": a set; "": a list; "or": a union; "minus": a difference of sets
+    - "base 8": the digits of a numeral in base 8
+    - ":": a ratio or a time of day; "am" and "pm": a time in that half of the day
     """
 
     brackets: str

@@ -48,7 +48,7 @@ def _bounded(form: Form) -> frozenset[Node]:
 def _ends(form: Form) -> list[Value]:
     """Return the numbers where the intervals of a set begin or end, unsorted, infinity included.
 
-    Of a set such as {1, 2} these are its elements. Raises Unreadable if the form is no set of real numbers.
+    For a set such as {1, 2} it returns the elements. Raises Unreadable if the form is no set of real numbers.
     """
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
