@@ -98,14 +98,14 @@ def plan(options: PlanOptions) -> None:
 
     def hours(runs: Sequence[Planned]) -> float:
         """Return the hours that `runs` take, `at_once` of them at a time."""
-        return sum(map(queue.seconds, runs)) / at_once / 3600
+        return sum(map(queue.estimate_seconds, runs)) / at_once / 3600
 
     parts = _chosen_parts(queue, options)
     for part in parts:
         runs = [planned for planned in queue.runs if planned.part_in(parts) is part]
         left = [planned for planned in all_left if planned.part_in(parts) is part]
         done = sum(queue.is_done(planned.key) for planned in runs)
-        minutes = queue.seconds(runs[0]) / 60 if runs else 0
+        minutes = queue.estimate_seconds(runs[0]) / 60 if runs else 0
         rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours(left):.1f}"])
     print(columns(rows))
     print(f"{with_noun(len(all_left), 'run')} left, {hours(all_left):.1f} hours")
@@ -116,7 +116,7 @@ def plan(options: PlanOptions) -> None:
         print(note)
     spent = 0.0
     for planned in all_left:
-        needed, remaining = queue.seconds(planned) / at_once / 60, options.minutes - spent
+        needed, remaining = queue.estimate_seconds(planned) / at_once / 60, options.minutes - spent
         if needed > remaining:
             share = f" (its time divided by {at_once} runs at once)" if at_once > 1 else ""
             print(
@@ -265,7 +265,8 @@ class Machine:
         ends, or the machine is lost, during an evaluation.
         """
         run, now = RunDirectory(self.run_folder(planned)), time.monotonic()
-        fits = now + self.queue.seconds(planned) < self.began + 60 * (self.options.lease or self.options.minutes)
+        minutes = self.options.lease or self.options.minutes
+        fits = now + self.queue.estimate_seconds(planned) < self.began + 60 * minutes
         if now > self.until - START_SECONDS or not (fits or run.is_claimed):
             return False
         start = time.time()
@@ -311,9 +312,10 @@ class Machine:
         return code
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
-        """Run Python with arguments `words` and environment variables `visible`; append its output to the console file.
+        """Run Python with arguments `words` and environment variables `visible`; append its output to `_console_file`.
 
-        Returns the exit code, or None if the time was up or this command was stopped, and so was the process.
+        Returns the exit code of the process. If the time is up (`until`), stops the process and returns None; if the
+        time was up before, starts no process.
         """
         if self.until < time.monotonic():
             return None

@@ -98,14 +98,14 @@ class Planned:
 class Queue:
     """A parsed QUEUE.yaml: its distinct runs in order, and the rows of its ledger.
 
-    `seconds_at_first` is the key `seconds` of the file, the time of a run without measurements.
+    `default_seconds`, the key `seconds` of the file, is the time of a run for which nothing was measured.
     """
 
     folder: Path
     parts: Sequence[Part]
     runs: Sequence[Planned]
     rows: Sequence[Row]
-    seconds_at_first: float
+    default_seconds: float
 
     def is_done(self, key: str) -> bool:
         """Tell whether the ledger has a finished run with this key."""
@@ -123,7 +123,7 @@ class Queue:
         """Return the runs that are not done and have not failed twice, in the order of the queue."""
         return [run for run in self.runs if not self.is_done(run.key) and self.failures(run.key) < ATTEMPTS]
 
-    def seconds(self, planned: Planned) -> float:
+    def estimate_seconds(self, planned: Planned) -> float:
         """Estimate how long a run takes with its evaluations, in seconds.
 
         The estimate is the median over finished runs of this queue in the ledger, if possible over runs with as many
@@ -145,7 +145,7 @@ class Queue:
         ):
             if taken:
                 return statistics.median(taken)
-        return estimate_from_bench(own) or self.seconds_at_first
+        return estimate_from_bench(own) or self.default_seconds
 
     def parts_of(self, row: Row) -> Sequence[Part]:
         """Return the parts that a ledger row belongs to: those that list its run, else the part that it names.

@@ -43,7 +43,7 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         ddp_timeout=int(PATIENCE.total_seconds()),
         seed=cfg.seed % (2**32 - cfg.gpus + 1),  # TRL adds the rank, and NumPy takes no seed from 2**32 on
         data_seed=cfg.seed,
-        save_strategy="no",  # `_Steps` decides
+        save_strategy="no",  # `_StepCallback` decides
         report_to="none",
         disable_tqdm=True,
         logging_nan_inf_filter=False,

@@ -131,7 +131,7 @@ def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
 
 
 def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Return a dict from each sign of trouble in the sampler, if it holds in all of the `last` steps, to advice."""
+    """Map each sign of trouble in the sampler that all of the `last` steps show to advice for the user."""
     found: dict[str, str] = {}
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     gap = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)

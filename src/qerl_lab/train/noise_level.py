@@ -60,7 +60,7 @@ class NoiseLevel:
         return self.solves and self.target(step) > 0 and self.state.get("stage") != stage
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
-        """Find the sigma whose KL equals the target of the step's stage; store it in `state` for the whole stage.
+        """Find the sigma at which the KL equals the target of the step's stage; store it in `state` for the stage.
 
         `nats_per_token` must return the mean KL, in nats per token, of a list of noises. `solve` passes it the noises
         of evenly spread steps of the stage, so that the KL fits the noise actually used.
@@ -86,7 +86,10 @@ class NoiseLevel:
             self.state = {"sigma": solver.adapt_sigma(self.aqn, self.state["sigma"], self.kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics `noise/*` of a step that need no new measurement: sigma, target KL, result of `solve`."""
+        """Return the metrics `noise/*` that are known before a step: sigma, target KL, and the result of `solve`.
+
+        Both KLs are in nats per token.
+        """
         target, sigma = self.target(step), self.noise(step).sigma
         metrics = {"noise/sigma": sigma}
         if self.aqn.unit == "kl" and self.aqn.schedule != "off":

@@ -84,7 +84,7 @@ class LabTrainer(GRPOTrainer):
             args=grpo_config(cfg, policy, run_dir),
             train_dataset=Dataset.from_dict({"prompt": [""]}),  # placeholder: the cursor supplies the questions
             processing_class=policy.tokenizer,
-            callbacks=[_Steps(self)],
+            callbacks=[_StepCallback(self)],
         )
         self.remove_callback(PrinterCallback)
         if self.beta:  # without its "ref" adapter TRL disables the adapter, so that the base is the reference
@@ -464,8 +464,11 @@ class LabTrainer(GRPOTrainer):
         checkpoint.save(Path(own), state | self.before_save(), write_trainer_files, self.cfg.checkpoint.kept)
 
 
-class _Steps(TrainerCallback):
-    """Time each step, and decide at its end whether to save and to stop."""
+class _StepCallback(TrainerCallback):
+    """Times each step, and decides at its end whether to save and to stop.
+
+    Also sets the learning rate when an extended run begins again.
+    """
 
     def __init__(self, trainer: LabTrainer) -> None:
         self.trainer = trainer
@@ -473,9 +476,9 @@ class _Steps(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
     ) -> None:
-        """Override the Trainer's hook: set the learning rate of an extended run to that of its new, longer schedule.
+        """Override the Trainer's hook: when an extended run begins again, set its learning rate by the longer schedule.
 
-        The checkpoint has restored the rate of the schedule before the extension.
+        This is needed because the checkpoint has restored the rate of the shorter schedule.
         """
         extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
         if state.global_step not in extended:

@@ -163,18 +163,18 @@ def test_hours_are_of_the_arm_else_of_the_experiment_and_of_as_many_evaluations(
         (rows[3:], {3: 90}),
     ):
         made = with_rows(queue, *known)
-        assert {number: made.seconds(made.runs[number]) for number in expected} == expected
+        assert {number: made.estimate_seconds(made.runs[number]) for number in expected} == expected
 
 
 def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other words make other runs: what the ledger has of another scale says nothing of them."""
-    assert queue.seconds(queue.runs[1]) == 600
+    assert queue.estimate_seconds(queue.runs[1]) == 600
     monkeypatch.chdir(FILE.parents[2])
     made = with_rows(queue, (0, DONE, "9", "0 of 0"))
-    assert made.seconds(made.runs[1]) == 9
+    assert made.estimate_seconds(made.runs[1]) == 9
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
     assert len(other.rows) == 1
-    assert other.seconds(other.runs[1]) > 3600  # from results/bench
+    assert other.estimate_seconds(other.runs[1]) > 3600  # from results/bench
 
 
 def test_an_arm_that_died_says_nothing_of_the_hours(queue: Queue, tmp_path: Path) -> None:
