@@ -72,6 +72,15 @@ def scored(model, packed: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     return logps.detach(), entropies.detach(), gradients
 
 
+def test_each_text_begins_at_position_0() -> None:
+    """Log-probs would not show it: rotary embeddings have relative positions only."""
+    model, seen = learner(tiny_model, checkpointing=False), list[Tensor]()
+    base = model.get_base_model()
+    base.register_forward_pre_hook(lambda _, args, named: seen.append(named["position_ids"]), with_kwargs=True)
+    scored(model, packed=True)
+    assert seen[0].tolist() == [[place for lengths in LENGTHS for place in range(sum(lengths))]]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("make", [tiny_model, qwen3], ids=["qwen2", "qwen3"])
 def test_it_gives_what_the_padded_batch_gives(make, checkpointing: bool) -> None:
