@@ -66,25 +66,35 @@ def formats(arms: Mapping[str, Sequence[Run]]) -> dict[str, str]:
 def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return color, line style and marker of each arm as arguments of `plot`; `formats` maps arms to weight formats.
 
-    Arms of one format share a color and differ in dashes. If all arms have one format, an arm that names a schedule of
-    `SCHEDULES` has the color of the schedule. Of the others the first has the color of the format, and the rest have
-    colors of `OTHERS`.
+    Arms of one format differ in dashes, and all but the first have hollow markers.
     """
-    several, found, arms_of_format = len(set(formats.values())) > 1, {}, Counter[str]()
-    words = {arm: [word for word in re.findall("[a-z]+", arm.lower()) if word in SCHEDULES] for arm in formats}
-    named = {} if several else {arm: SCHEDULES[said[0]] for arm, said in words.items() if said}
-    taken = SCHEDULES.values() if named else ()  # last, since the paper's figures below may show them
-    free = itertools.cycle(
-        sorted({*OTHERS} - {*named.values()}, key=lambda shade: (shade in taken, OTHERS.index(shade)))
-    )
-    plain = next((arm for arm in formats if arm not in named), None)
+    colors, found, arms_of_format = _colors(formats), {}, Counter[str]()
     for place, (arm, weight_format) in enumerate(formats.items()):
         number = arms_of_format[weight_format]  # arms of this format so far
         arms_of_format[weight_format] += 1
-        shade = named.get(arm) or (color(weight_format) if several or arm == plain else next(free))
         looks = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[place % len(MARKERS)]}
-        found[arm] = {"color": shade, **looks, "markerfacecolor": "white" if number else shade}
+        found[arm] = {"color": colors[arm], **looks, "markerfacecolor": "white" if number else colors[arm]}
     return found
+
+
+def _colors(formats: Mapping[str, str]) -> dict[str, str]:
+    """Choose the color of each arm: the color of its weight format, which arms of one format share.
+
+    If all arms have one format, an arm that names a schedule of `SCHEDULES` has the color of the schedule. Of the
+    others the first has the color of the format, and the rest have colors of `OTHERS`.
+    """
+    if len(set(formats.values())) > 1:
+        return {arm: color(weight_format) for arm, weight_format in formats.items()}
+    chosen = dict[str, str]()
+    for arm in formats:
+        for word in re.findall("[a-z]+", arm.lower()):
+            if word in SCHEDULES:
+                chosen.setdefault(arm, SCHEDULES[word])
+    free = [shade for shade in OTHERS if shade not in chosen.values()]
+    if chosen:  # the colors of other schedules come last, because the paper's figures below may show them
+        free.sort(key=lambda shade: shade in SCHEDULES.values())
+    shades = itertools.chain(map(color, set(formats.values())), itertools.cycle(free))
+    return {arm: chosen.get(arm) or next(shades) for arm in formats}
 
 
 def format_tick(value: float, _: object = None) -> str:
