@@ -94,29 +94,41 @@ def verdicts(options: VerdictsOptions) -> None:
     are also written there, as verdicts.json and verdicts.md. Raises ConfigError if that folder holds results of other
     runs.
     """
-    from qerl_lab.report import claims, comparison, results, verdict_tables
-    from qerl_lab.report.arms import run_key
+    from qerl_lab.report import claims, verdict_tables
     from qerl_lab.report.verdicts import judge
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
     found = _compare_runs(options)
+    if options.out:
+        _refuse_other_results(options, found)
     rows = judge(found.counted, found.runs, read or None)
     print(verdict_tables.text(found, rows))
     if options.out:
         folder = Path(options.out).expanduser()
         make_directory(folder, f"out={folder}")
-        there = comparison.compare(*results.read(folder)) if (folder / results.RUNS).exists() else found
-        # by key, because the name of a run is its path as it was typed
-        if {run_key(run) for run in there.runs} != {run_key(run) for run in found.runs}:
-            raise ConfigError(
-                f"out={folder} holds results of other runs than these verdicts. Type another out=, or make all of it: "
-                f"python -m qerl_lab.report {shlex.join(options.sweep)} {shell_override('out', folder)}"
-            )
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
         replace_file(folder / "verdicts.json", verdict_tables.as_json(found, rows, line).encode())
         replace_file(folder / "verdicts.md", verdict_tables.markdown(found, rows, line).encode())
         print(f"\nwritten: {format_path(folder)}  (verdicts.json, verdicts.md)")
+
+
+def _refuse_other_results(options: VerdictsOptions, found: "Comparison") -> None:
+    """Raise ConfigError if the folder `options.out` holds results of other runs than those of `found`."""
+    from qerl_lab.report import comparison, results
+    from qerl_lab.report.arms import run_key
+
+    folder = Path(options.out or "").expanduser()
+    if not (folder / results.RUNS).exists():
+        return
+    there = comparison.compare(*results.read(folder))
+    # by key, because the name of a run is its path as it was typed
+    if {run_key(run) for run in there.runs} != {run_key(run) for run in found.runs}:
+        advice = "Type another out="
+        if folder.resolve() in {Path(source).expanduser().resolve() for source in options.sweep}:  # nothing is lost
+            whole = f"python -m qerl_lab.report {shlex.join(options.sweep)} {shell_override('out', folder)}"
+            advice += f", or make all of it: {whole}"
+        raise ConfigError(f"out={folder} holds results of other runs than these verdicts. {advice}")
 
 
 def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":

@@ -145,6 +145,8 @@ def test_verdicts_do_not_go_beside_results_of_other_runs(sweep: Path, capsys: py
     assert main(["verdicts", "results/page", "runs", "out=results/page"]) == exits.USAGE
     said = "python -m qerl_lab.report results/page runs out=results/page"
     assert capsys.readouterr().err.endswith(f"or make all of it: {said}\n")
+    assert main(["verdicts", "runs", "out=results/page"]) == exits.USAGE
+    assert capsys.readouterr().err.endswith("Type another out=\n"), "a report of `runs` would lose the results there"
 
 
 def test_runs_are_the_same_wherever_their_paths_are_typed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
