@@ -32,7 +32,7 @@ def quote_text(key: str, value: str) -> str:
 
 
 def without_quotes(value: str) -> str:
-    """Return the value of an override with each quoted part of it unquoted: 'a b','c' becomes a b,c."""
+    """Remove the quotes around each part of an override's value: 'a b','c' becomes a b,c."""
     return _QUOTED.sub(lambda found: unquoted(found[0]), value)
 
 

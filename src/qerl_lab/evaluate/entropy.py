@@ -172,9 +172,9 @@ def run_config(options: EntropyOptions, name: str) -> RunConfig:
 
 
 def measure_arm(arm: Arm, texts: Texts, folder: Path) -> dict[str, Any]:
-    """Measure entropy, KL and weight error of a packed model; return its row of the results.
+    """Measure a packed model against the dense model in `folder`; return its row of the results.
 
-    `folder` holds the dense model.
+    The row has entropy and KL on `texts`, and the error of the weights.
     """
     device = texts.states.device
     model, _ = policy.load_base(arm.cfg, device)

@@ -90,10 +90,10 @@ class RunDirectory:
         replace_file(self.path / name, json.dumps(asdict(typed.without_secrets())).encode())
 
     def begin(self, typed: TypedCommand | None = None) -> None:
-        """Mark the run as started: rename QUEUED, which holds its first command, to .typed; delete FAILED.
+        """Mark the run as started, and keep its command in .typed until env.json records it.
 
-        A run that begins again notes the command `typed` in .typed, unless .typed still holds the first command because
-        env.json was never written.
+        The first start renames QUEUED, which holds the first command, to .typed. A later start writes `typed` there,
+        unless .typed still holds the first command because the first start ended before env.json. Deletes FAILED.
         """
         if (self.path / QUEUED).exists():
             (self.path / QUEUED).replace(self.path / TYPED)

@@ -124,9 +124,10 @@ def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
 
 
 def _entropy_table(comparison: Comparison) -> Table:
-    """Tabulate the policy's entropy by arm, in the first and the last tenth of the steps, beside the paper's Figure 5.
+    """Tabulate each arm's policy entropy over the first and the last tenth of the steps, in nats per token.
 
-    Further columns show the metrics `ENTROPIES`.
+    Further columns are the metrics `ENTROPIES` over the first tenth, and the paper's entropy (Figure 5) for arms that
+    are in its Table 1.
     """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
     of_paper = ["Figure 5, 7B"] if beside else []

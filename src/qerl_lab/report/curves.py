@@ -180,14 +180,15 @@ def _is_line(points: pd.DataFrame, curve: Curve) -> bool:
 
 
 def _axis_limits(drawn: tuple[float, float], points: pd.DataFrame, curve: Curve) -> tuple[float, float]:
-    """Return (low, high) of the y axis: the limits `drawn` so far, cut so that wide bands do not flatten the lines.
+    """Return (low, high) of the y axis. `drawn` are the limits that matplotlib chose.
 
-    The cut is at a quarter of the range of the values beyond the values, and at `curve.bounds`. Points before and after
-    training keep their whole intervals. With `curve.from_zero` low is 0.
+    Lines get less room than matplotlib gives them, so that wide bands do not flatten them: a quarter of the values'
+    range above and below. Points before and after training keep their whole intervals. No limit goes beyond
+    `curve.bounds`, and with `curve.from_zero` low is 0.
     """
-    values = points["value"]
-    room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
-    room = room if _is_line(points, curve) else math.inf
+    values, room = points["value"], math.inf
+    if _is_line(points, curve):
+        room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
     low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
     return 0 if curve.from_zero else low, high
 

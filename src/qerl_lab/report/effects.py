@@ -36,7 +36,7 @@ class Side:
 
     @property
     def finished(self) -> dict[str, list[Run]]:
-        """Map each value of the spanned key to its finished runs. Values without a finished run are left out."""
+        """Map each value of the spanned key, such as a learning rate, to its finished runs; omit values without one."""
         by_value = {value: [run for run in runs if run.is_finished] for value, runs in self.started.items()}
         return {value: runs for value, runs in by_value.items() if runs}
 

@@ -138,10 +138,13 @@ def html(
 
     `line` is the command that makes the page, `title` the name of the folder.
     """
-    measured, differences = [row for row in rows if row.numbers], ""
-    if len(compared.arms) > 1:
-        where = "arms.csv has the differences in accuracy and gain to the baseline."
-        differences = comparison.NO_BASELINE if baseline is None else where
+    measured = [row for row in rows if row.numbers]
+    if len(compared.arms) < 2:
+        differences = ""
+    elif baseline is None:
+        differences = comparison.NO_BASELINE
+    else:
+        differences = "arms.csv has the differences in accuracy and gain to the baseline."
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {
         "breakable": breakable, "base64": lambda png: base64.b64encode(png).decode(), "details": _list_details,

@@ -88,7 +88,7 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
 
 
 def _task_in_words(run: Run) -> str:
-    """Return the task of a run, and whether a file of the user's replaced parts of the task (a record has no path)."""
+    """Name the task of a run, and say so if a file of the user (task.module) replaced parts of it."""
     return task_of(run) + ("" if run.value("task.module_hash") in (ABSENT, "None") else " with a task.module")
 
 

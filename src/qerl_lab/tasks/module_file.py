@@ -51,9 +51,9 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     functions = {name: getattr(module, name) for name in NAMES if callable(getattr(module, name, None))}
     if not functions:
         raise ConfigError(f"task.module={cfg.module} defines none of {', '.join(NAMES)}. docs/tasks.md shows one.")
-    note = _half_of_the_questions(cfg, functions.keys())
+    notes = _notes_on_missing_questions(cfg, functions.keys())
     for name in {"train", "heldout", "worked"} & set(functions):
-        functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name], note)
+        functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name], notes)
     if "weights" in functions and "grade" not in functions:
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
     if "grade" in functions:
@@ -86,8 +86,8 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
     return set(given)
 
 
-def _half_of_the_questions(cfg: TaskConfig, defined: Collection[str]) -> list[str]:
-    """Return a note if a file defines `train` or `heldout` alone, which a misspelled name does too."""
+def _notes_on_missing_questions(cfg: TaskConfig, defined: Collection[str]) -> list[str]:
+    """Return a note if a file defines only one of `train` and `heldout`, because the other name may be misspelled."""
     there = [name for name in ("train", "heldout") if name in defined]
     if len(there) != 1:
         return []

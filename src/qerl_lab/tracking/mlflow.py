@@ -196,16 +196,18 @@ class MlflowMirror:
             self._client.log_artifact(self.run_id, str(path))
         now = self._client.get_run(self.run_id).data.tags  # a user may have described the run while it went on
         if result and now.get(DESCRIPTION, RESULT_TABLE).startswith(RESULT_TABLE):
-            rows = "".join(f"| {name.replace('_', ' ')} | {_shown(value)} |\n" for name, value in result.items())
+            rows = "".join(
+                f"| {name.replace('_', ' ')} | {_format_result(value)} |\n" for name, value in result.items()
+            )
             self._client.set_tag(self.run_id, DESCRIPTION, RESULT_TABLE + rows)
         self._client.set_terminated(self.run_id, status, int(end_time * 1000))
         return len(artifacts)
 
 
-def _shown(value: Any) -> str:
+def _format_result(value: Any) -> str:
     """Format a headline number, or each number of an interval, to four digits."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(_format_result, value))}]"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
