@@ -3,7 +3,7 @@
 A model's text may ask a library for a number with a billion digits. A limit inside the process, such as math-verify's,
 works only in the main thread and between Python instructions. The kernel ends a worker anywhere.
 
-A worker starts when first needed and is kept for the next batch, because importing a library takes a second. A worker
+A worker starts when first needed and is kept for the next call, because importing a library takes a second. A worker
 ends when this process ends, even if this process is killed: its input closes, and it checks whether it is orphaned.
 """
 
@@ -32,32 +32,30 @@ _kept: dict[tuple[str, str, float], Worker] = {}
 _one_at_a_time = threading.Lock()
 
 
-def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], seconds: float) -> list[Any]:
-    """Call a function in a worker process, once per argument list in `calls`. Return the results in order.
+def call(module: str, function: str, arguments: Sequence[Any], seconds: float) -> Any:
+    """Call a function in a worker process; return its result.
 
-    A result is None if the call raised an error or exceeded a limit: `seconds` of CPU time, MEMORY_BYTES of memory, or
-    about WALL_FACTOR times `seconds` of wall time. Only the worker imports `module`. Arguments and results must be
+    The result is None if the call raised an error or exceeded a limit: `seconds` of CPU time, MEMORY_BYTES of memory,
+    or about WALL_FACTOR times `seconds` of wall time. Only the worker imports `module`. Arguments and result must be
     JSON. Any thread may call; one call runs at a time. Raises RuntimeError if no worker can start.
     """
-    results, key = [], (module, function, seconds)
-    for arguments in calls:
-        with _one_at_a_time:
-            worker, answer = _kept.pop(key, None), b""
-            if worker is None or worker.poll() is not None:  # none yet, or killed between two batches
-                worker = _start(*key)
-            try:
-                with suppress(BrokenPipeError):  # the worker has ended
-                    worker.stdin.write(json.dumps(list(arguments)).encode() + b"\n")  # type: ignore[union-attr]
-                    worker.stdin.flush()  # type: ignore[union-attr]
-                    answer = worker.stdout.readline()  # type: ignore[union-attr]
-            finally:  # after any error too: a half-read answer must not reach the next call
-                if answer.endswith(b"\n"):
-                    _kept[key] = worker
-                else:
-                    worker.kill()
-                    worker.communicate()
-        results.append(json.loads(answer) if answer.endswith(b"\n") else None)
-    return results
+    key = (module, function, seconds)
+    with _one_at_a_time:
+        worker, answer = _kept.pop(key, None), b""
+        if worker is None or worker.poll() is not None:  # none yet, or killed between two calls
+            worker = _start(*key)
+        try:
+            with suppress(BrokenPipeError):  # the worker has ended
+                worker.stdin.write(json.dumps(list(arguments)).encode() + b"\n")  # type: ignore[union-attr]
+                worker.stdin.flush()  # type: ignore[union-attr]
+                answer = worker.stdout.readline()  # type: ignore[union-attr]
+        finally:  # after any error too: a half-read answer must not reach the next call
+            if answer.endswith(b"\n"):
+                _kept[key] = worker
+            else:
+                worker.kill()
+                worker.communicate()
+    return json.loads(answer) if answer.endswith(b"\n") else None
 
 
 def _start(module: str, function: str, seconds: float) -> Worker:

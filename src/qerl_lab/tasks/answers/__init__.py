@@ -8,7 +8,7 @@ reading.py      parses the form of an answer (forms.py: quantity, list, point, i
 equality.py     compares two forms, with
     value.py        the value of an expression: exact, or to 100 digits at several points
     intervals.py    sets of real numbers
-judge.py        returns the verdict: right, wrong, unreadable, or undecided; for the last it asks
+judge.py        returns the verdict: right, wrong or unreadable; for some forms it asks
 library.py      math-verify, in a worker process
 """
 

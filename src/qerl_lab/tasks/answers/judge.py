@@ -1,8 +1,8 @@
-"""Decide whether a given answer equals the known one, or leave the pair to math-verify."""
+"""Decide whether a given answer equals the known one; where this package cannot, ask math-verify."""
 
 import re
-from enum import Enum
 
+from qerl_lab.tasks import sandbox
 from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.answers.equality import equal
 from qerl_lab.tasks.answers.forms import Form, Named, Relation, Several, Words
@@ -10,6 +10,7 @@ from qerl_lab.tasks.answers.reading import read
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 from qerl_lab.tasks.answers.tokens import Unreadable
 
+SECONDS = 3.0  # CPU time limit of one comparison by math-verify; it usually takes 0.02
 MAX_LIBRARY_CHARACTERS = 300
 _LIBRARY_MACROS = re.compile(
     r"\\(?:sum|prod|i+nt|oint|lim|sup|inf|max|min|gcd|lcm|cup|cap|setminus|bmod|pmod|mod|det|begin)(?![A-Za-z])"
@@ -17,38 +18,33 @@ _LIBRARY_MACROS = re.compile(
 _NOT_FOR_LIBRARY = re.compile(r"[A-Za-z]{4}|[eE][-+]?\d{3}|\d{40}|\^\s*\{?\s*-?\d{4}|[!@]")
 
 
-class Verdict(Enum):
-    """What `judge` decides about two answers."""
+def judge(given: str, known: str) -> bool | None:
+    """Tell whether the answer text `given` equals the reference answer `known` as mathematics.
 
-    RIGHT = "right"
-    WRONG = "wrong"
-    UNREADABLE = "unreadable"  # an answer cannot be parsed or evaluated: graded wrong, and counted
-    LIBRARY = "library"  # left to math-verify
-
-
-def judge(given: str, known: str) -> Verdict:
-    """Compare the answer text `given` with the reference answer `known`. Raises nothing.
-
-    A text over MAX_ANSWER_CHARACTERS is UNREADABLE, so that hostile text takes little work.
+    None if this cannot be decided: an answer cannot be parsed or evaluated, or math-verify fails or takes over SECONDS
+    of CPU time. A text over MAX_ANSWER_CHARACTERS is not parsed, so that hostile text takes little work. Raises
+    RuntimeError if math-verify is needed and cannot be imported.
     """
     left, right = number(given), number(known)
     if left is not None and right is not None:
-        return Verdict.RIGHT if left == right else Verdict.WRONG
+        return left == right
     if max(len(given), len(known)) > MAX_ANSWER_CHARACTERS:
-        return Verdict.UNREADABLE
+        return None
     given, known = plain(given), plain(known)
     if given and compact(given) == compact(known):
-        return Verdict.RIGHT
+        return True
     form, gold = _form(given), _form(known)
     if form is not None and gold is not None:
         try:
-            return Verdict.RIGHT if equal(form, gold) else Verdict.WRONG
+            return equal(form, gold)
         except (Unreadable, RecursionError):
-            return Verdict.UNREADABLE
+            return None
     if isinstance(form, Words) or isinstance(gold, Words):
-        return Verdict.WRONG if form is not None else Verdict.UNREADABLE
-    is_for_library = _is_for_library(form, given) and _is_for_library(gold, known)
-    return Verdict.LIBRARY if is_for_library else Verdict.UNREADABLE
+        return None if form is None else False
+    if _is_for_library(form, given) and _is_for_library(gold, known):
+        found: bool | None = sandbox.call("qerl_lab.tasks.answers.library", "is_equal", (given, known), SECONDS)
+        return found
+    return None
 
 
 def _form(text: str) -> Form | None:

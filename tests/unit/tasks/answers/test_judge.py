@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.tasks import sandbox
 from qerl_lab.tasks.answers import number
-from qerl_lab.tasks.answers.judge import Verdict, judge
+from qerl_lab.tasks.answers.judge import judge
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS
-from qerl_lab.tasks.grading import answers_equal
 
 MATH500 = Path(__file__).parents[5] / "shared" / "data" / "math500" / "test.jsonl"
 
@@ -31,21 +31,22 @@ CASES = [line.split("\t") for line in lines("answers.tsv")[1:]]
 GOLDS = lines("golds.txt")
 
 
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "call", lambda *_: None)
+
+
 # --- the table
 
 
 def test_every_case_of_the_table_is_decided_as_it_says():
     assert len(CASES) > 450
     assert {verdict for verdict, *_ in CASES} == {"right", "wrong"}
-    found = answers_equal([(given, known) for _, given, known, _ in CASES])
-    wrong = [case for case, equal in zip(CASES, found, strict=True) if (equal is True) != (case[0] == "right")]
-    assert wrong == []
+    assert [case for case in CASES if (judge(case[1], case[2]) is True) != (case[0] == "right")] == []
 
 
 def test_equality_is_symmetric():
-    pairs = [(known, given) for _, given, known, _ in CASES]
-    found = answers_equal(pairs)
-    lopsided = [case for case, equal in zip(CASES, found, strict=True) if (equal is True) != (case[0] == "right")]
+    lopsided = [case for case in CASES if (judge(case[2], case[1]) is True) != (case[0] == "right")]
     assert [case for case in lopsided if "one-sided" not in case[3]] == []
 
 
@@ -79,20 +80,19 @@ def rewritings(gold: str) -> Iterator[tuple[str, str]]:
 def test_every_gold_is_right_in_every_surface_form(kind: str):
     pairs = [(form, gold) for gold in GOLDS for name, form in rewritings(gold) if name == kind]
     assert len(pairs) > 100
-    assert [pair for pair, equal in zip(pairs, answers_equal(pairs), strict=True) if equal is not True] == []
+    assert [pair for pair in pairs if judge(*pair) is not True] == []
 
 
 @pytest.mark.skipif(not MATH500.is_file(), reason="no copy of MATH500 beside the repository")
 def test_every_gold_of_math500_is_right_in_every_surface_form_and_no_other_is():
     golds = [json.loads(line)["answer"] for line in MATH500.read_text(encoding="utf-8").splitlines()]
     pairs = [(form, gold) for gold in golds for _, form in rewritings(gold)]
-    found = answers_equal(pairs)
-    assert [pair for pair, equal in zip(pairs, found, strict=True) if equal is not True] == []
+    assert [pair for pair in pairs if judge(*pair) is not True] == []
     others = random.Random(0).choices(sorted(set(golds)), k=4000)
     assert [
         pair
         for pair in zip(others[::2], others[1::2], strict=True)
-        if bare_number(pair[0]) != bare_number(pair[1]) and judge(*pair) is Verdict.RIGHT
+        if bare_number(pair[0]) != bare_number(pair[1]) and judge(*pair) is True
     ] == []
 
 
@@ -101,11 +101,11 @@ def bare_number(gold: str) -> str:
     return re.sub(r"\\(?:text|mbox)\{[^{}]*\}(\^\d)?|\\\$|\^\\circ|[\\,! ]|^x=", "", gold).replace("dfrac", "frac")
 
 
-def test_no_gold_is_right_for_another():
+def test_no_gold_is_right_for_another(without_library: None):
     """Of a sample of pairs, those that are equal have one value in two spellings."""
     rng = random.Random(0)
     pairs = [tuple(rng.sample(GOLDS, 2)) for _ in range(6000)]
-    found = {frozenset(pair) for pair in pairs if judge(*pair) is Verdict.RIGHT}
+    found = {frozenset(pair) for pair in pairs if judge(*pair) is True}
     assert found <= {frozenset(pair) for pair in SAME}, found
 
 
@@ -160,9 +160,9 @@ def test_a_number_is_right_in_every_surface_form_and_a_different_one_in_none():
         n = rng.choice([rng.randint(-20, 20), rng.randint(-(10**7), 10**7)])
         other = n + rng.choice([-1, 1, -n * 2 or 5, 9 * n or 7])
         for form in surface_forms(n):
-            assert judge(form, f"{n}") is Verdict.RIGHT, (form, n)
+            assert judge(form, f"{n}") is True, (form, n)
             hundredth = form.endswith("%") and other == 100 * n
-            assert hundredth or judge(form, f"{other}") is Verdict.WRONG, (form, other)
+            assert hundredth or judge(form, f"{other}") is False, (form, other)
 
 
 # --- hostile text
@@ -201,13 +201,13 @@ def hostile(rng: random.Random) -> str:
     return "".join(rng.choices(pieces, k=rng.randrange(30)))
 
 
-def test_no_text_makes_the_judge_raise_or_wait():
+def test_no_text_makes_the_judge_raise_or_wait(without_library: None):
     rng = random.Random(0)
     slowest = 0.0
     for _ in range(4000):
         pair = hostile(rng), rng.choice([*GOLDS, hostile(rng)])
         started = time.process_time()
-        assert isinstance(judge(*pair), Verdict), pair
+        assert judge(*pair) in (True, False, None), pair
         slowest = max(slowest, time.process_time() - started)
     assert slowest < 2
 
@@ -230,7 +230,7 @@ BOMBS = [
 def test_a_bomb_ends_at_once(bomb: str):
     started = time.process_time()
     for pair in ((bomb, "18"), (bomb, f"2*({bomb})"), ("x+1", bomb)):
-        assert judge(*pair) is not Verdict.RIGHT
+        assert judge(*pair) is not True
     assert time.process_time() - started < 3
 
 
@@ -238,19 +238,22 @@ def test_a_long_answer_is_read():
     terms = [f"{n + 1}x^{{{n}}}y_{{{n % 5}}}" for n in range(90)]
     known, given = "+".join(terms), "+".join(reversed(terms))
     assert len(known) > 1000
-    assert judge(given, known) is Verdict.RIGHT
-    assert judge(given.replace("17x", "18x"), known) is Verdict.WRONG
+    assert judge(given, known) is True
+    assert judge(given.replace("17x", "18x"), known) is False
 
 
 def test_an_answer_that_is_too_long_is_unreadable():
-    assert judge("1 + " * (MAX_ANSWER_CHARACTERS // 4) + "1", "18") is Verdict.UNREADABLE
-    assert judge("18" + " " * MAX_ANSWER_CHARACTERS, "18.0") is Verdict.RIGHT
+    assert judge("1 + " * (MAX_ANSWER_CHARACTERS // 4) + "1", "18") is None
+    assert judge("18" + " " * MAX_ANSWER_CHARACTERS, "18.0") is True
 
 
 @pytest.mark.parametrize(("given", "known", "verdict"), [
-    ("gibberish {", "18", Verdict.UNREADABLE), ("18 @ 3", "18", Verdict.UNREADABLE), ("west", "18", Verdict.WRONG),
-    ("19", "18", Verdict.WRONG), ("1/0", "18", Verdict.UNREADABLE), (r"\int_0^1 x dx", "18", Verdict.LIBRARY),
-    ("because 3 and x is 7 then", "18", Verdict.UNREADABLE), (r"\sum of 18", "18", Verdict.LIBRARY),
+    ("gibberish {", "18", None), ("18 @ 3", "18", None), ("west", "18", False),
+    ("19", "18", False), ("1/0", "18", None), (r"\int_0^1 x dx", "18", "asked"),
+    ("because 3 and x is 7 then", "18", None), (r"\sum of 18", "18", "asked"),
 ])  # fmt: skip
-def test_what_nobody_can_read_is_told_from_what_is_wrong(given: str, known: str, verdict: Verdict):
-    assert judge(given, known) is verdict
+def test_what_nobody_can_read_is_told_from_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, given: str, known: str, verdict: bool | str | None
+):
+    monkeypatch.setattr(sandbox, "call", lambda *_: "asked")
+    assert judge(given, known) == verdict
