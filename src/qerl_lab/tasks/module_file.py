@@ -8,7 +8,7 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,12 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     functions = {name: getattr(module, name) for name in NAMES if callable(getattr(module, name, None))}
     if not functions:
         raise ConfigError(f"task.module={cfg.module} defines none of {', '.join(NAMES)}. docs/tasks.md shows one.")
-    notes = _notes_on_missing_questions(cfg, functions.keys())
+    notes, there = list[str](), [name for name in ("train", "heldout") if name in functions]
+    if len(there) == 1:  # the other name may be misspelled
+        missing, role = ("heldout", "held-out") if there == ["train"] else ("train", "training")
+        notes = [
+            f"{cfg.module} defines {there[0]} but not {missing}: the {role} questions are those of task={cfg.name}"
+        ]
     for name in {"train", "heldout", "worked"} & set(functions):
         functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name], notes)
     if "weights" in functions and "grade" not in functions:
@@ -84,15 +89,6 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
             f"{said} weighs {', '.join(taken)}, but reward/{taken[0]} is another metric of the run. Rename the part."
         )
     return set(given)
-
-
-def _notes_on_missing_questions(cfg: TaskConfig, defined: Collection[str]) -> list[str]:
-    """Return a note if a file defines only one of `train` and `heldout`, because the other name may be misspelled."""
-    there = [name for name in ("train", "heldout") if name in defined]
-    if len(there) != 1:
-        return []
-    missing, role = ("heldout", "held-out") if there == ["train"] else ("train", "training")
-    return [f"{cfg.module} defines {there[0]} but not {missing}: the {role} questions are those of task={cfg.name}"]
 
 
 def _checked_questions(

@@ -149,8 +149,9 @@ def reword_path_error(error: ConfigError, before: str) -> ConfigError:
 def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located]:
     """Yield (location, row) of each row in task.path, or on the hub if task.path is not set.
 
-    A row is a dict, or the bytes of a .jsonl line. `of_heldout` selects the held-out rows, where these have a file or
-    split of their own. Raises ConfigError if the rows cannot be read.
+    A row is a dict, or the bytes of a line of FILE.jsonl that is not blank; its location is FILE.jsonl:LINE.
+    `of_heldout` selects the held-out rows, where these have a file or split of their own. Raises ConfigError if the
+    rows cannot be read.
     """
     path = cfg.path or source.hub_id
     if not is_local(path):
@@ -164,7 +165,14 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
         )
     for file in [local] if local.is_file() else _files_of(local, source, of_heldout):
         try:
-            yield from _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+            if file.suffix == ".jsonl":
+                with file.open("rb") as lines:
+                    yield from ((f"{file}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip())
+            else:
+                import pyarrow.parquet
+
+                with pyarrow.parquet.ParquetFile(file) as opened:
+                    yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
         except (OSError, ValueError) as error:  # no permission, a directory of that name, damage
             raise ConfigError(
                 f"{file} cannot be read as {file.suffix} ({first_line(error)}). Check task.path."
@@ -188,14 +196,6 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
     )
 
 
-def _read_jsonl(file: Path) -> Iterator[Located]:
-    """Yield (location, bytes) of each line that is not blank. The location is FILE:LINE."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{file}:{number}", line
-
-
 def _parse_line(line: bytes) -> dict[str, Any]:
     """Parse a line as a JSON object. Raises BadRow if it is none."""
     try:
@@ -205,14 +205,6 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise BadRow(f"is JSON but no object: {line[:80]!r}")
     return row
-
-
-def _read_parquet(file: Path) -> Iterator[Located]:
-    """Yield (location, row) of each row of a Parquet file. The row is a dict."""
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file) as opened:
-        yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:

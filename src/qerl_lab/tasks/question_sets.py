@@ -175,11 +175,6 @@ def _aime(id: str, row: Row) -> Question:
     return Question(id, row.text("question"), gold)
 
 
-def _amc(id: str, row: Row) -> Question:
-    """Make a question from a row of AMC. Raises BadRow if the answer is no number."""
-    return Question(id, row.text("question"), _number(row))
-
-
 def _number(row: Row) -> str:
     """Return the answer of a row as it is written. Raises BadRow if the answer is no number."""
     found = row.number_or_text("answer")
@@ -189,5 +184,6 @@ def _number(row: Row) -> str:
 
 
 _MAKERS: dict[str, Make] = {
-    "dapo_math": _dapo_math, "math500": _question_with_latex_answer, "aime24": _aime, "aime25": _aime, "amc23": _amc,
+    "dapo_math": _dapo_math, "math500": _question_with_latex_answer, "aime24": _aime, "aime25": _aime,
+    "amc23": lambda id, row: Question(id, row.text("question"), _number(row)),
 }  # fmt: skip
