@@ -133,26 +133,18 @@ def worked_solution(rng: random.Random, problem: Problem) -> str:
     way = rng.choices(WAYS, WEIGHTS)[0]
     if way == "in the head":
         work = rng.choice(["in my head", "quick sum", "easy"]) + "."
-    elif way == "together" and len(problem.changes) > 2:
-        work = _together(rng, problem)
+    elif way == "together" and len(problem.changes) > 2:  # the gains, the losses, then both sums
+        gains, losses = [c for c in problem.changes if c > 0], [-c for c in problem.changes if c < 0]
+        sums = [_chain(rng, part[0], part[1:]) for part in (gains, losses) if len(part) > 1]
+        work = " ".join([*sums, _chain(rng, problem.start, [c for c in (sum(gains), -sum(losses)) if c])])
     else:
-        work = _chain(rng, problem.start, _ordered(rng, problem) if way == "any order" else list(problem.changes))
+        order = list(problem.changes)
+        while way == "any order":
+            order = rng.sample(problem.changes, len(problem.changes))
+            if all(problem.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):  # no total is below zero
+                break
+        work = _chain(rng, problem.start, order)
     return f"<think>{work}</think><answer>{problem.answer}</answer>"
-
-
-def _ordered(rng: random.Random, problem: Problem) -> list[int]:
-    """Return the changes of a problem in a random order. The running total of this order never falls below zero."""
-    while True:
-        order = rng.sample(problem.changes, len(problem.changes))
-        if all(problem.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):
-            return order
-
-
-def _together(rng: random.Random, problem: Problem) -> str:
-    """Write calculations that sum the gains and the losses separately, then apply both sums to the start."""
-    gains, losses = [c for c in problem.changes if c > 0], [-c for c in problem.changes if c < 0]
-    sums = [_chain(rng, part[0], part[1:]) for part in (gains, losses) if len(part) > 1]
-    return " ".join([*sums, _chain(rng, problem.start, [c for c in (sum(gains), -sum(losses)) if c])])
 
 
 def _chain(rng: random.Random, start: int, changes: list[int]) -> str:

@@ -48,7 +48,13 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
     limits = {"seconds": cfg.code_io.seconds, "memory_mib": cfg.code_io.memory_mib}
 
     def make(id: str, row: Row) -> Question:
-        tests = _tests(row)
+        tests, column = row.value("tests"), row.columns["tests"]
+        if not isinstance(tests, list) or not tests:
+            raise BadRow(f"has no list of tests in {column!r}")
+        for test in tests:
+            given, output = (test.get("input"), test.get("output")) if isinstance(test, dict) else (None, None)
+            if not (isinstance(given, str) and isinstance(output, str) and output.strip()):
+                raise BadRow(f"has a test without an input and an output of text in {column!r}: {test!r:.80}")
         inputs, outputs = [test["input"] for test in tests], [test["output"] for test in tests]
         return Question(id, row.text("question"), "", {"inputs": inputs, "outputs": outputs, **limits})
 
@@ -56,21 +62,6 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 train, heldout = partial(_read, of_heldout=False), partial(_read, of_heldout=True)
-
-
-def _tests(row: Row) -> list[dict[str, str]]:
-    """Return the tests of a row: dicts with texts "input" and "output".
-
-    Raises BadRow if the row has no tests, or if a test has no input text or a missing or blank output text.
-    """
-    tests = row.value("tests")
-    if not isinstance(tests, list) or not tests:
-        raise BadRow(f"has no list of tests in {row.columns['tests']!r}")
-    for test in tests:
-        given, output = (test.get("input"), test.get("output")) if isinstance(test, dict) else (None, None)
-        if not (isinstance(given, str) and isinstance(output, str) and output.strip()):
-            raise BadRow(f"has a test without an input and an output of text in {row.columns['tests']!r}: {test!r:.80}")
-    return tests
 
 
 def program(completion: str) -> str | None:
@@ -104,19 +95,13 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
             of = question.payload
             programs[text, question] = code_sandbox.Program(text, of["inputs"], of["seconds"], of["memory_mib"])
     outputs = dict(zip(programs, code_sandbox.run(list(programs.values())), strict=True))
-    share = np.array([_passed_share(outputs.get(pair, []), pair[1]) for pair in asked], np.float64)
+    share = np.zeros(len(texts))
+    for n, (text, question) in enumerate(asked):
+        if text is not None:
+            pairs = zip(outputs[text, question], question.payload["outputs"], strict=True)
+            share[n] = np.mean([output is not None and _lines(output) == _lines(known) for output, known in pairs])
     kept = np.array([keeps_format(text) for text in texts], np.float64)
     return {"format": kept, "answer": (share == 1).astype(np.float64), "tests": share}
-
-
-def _passed_share(outputs: Sequence[str | None], question: Question) -> float:
-    """Return the share of the question's tests that passed.
-
-    `outputs` has one text per test, None where the program failed; it is empty if the completion has no program.
-    """
-    expected = question.payload["outputs"]
-    pairs = zip(outputs, expected, strict=False)  # no outputs for a completion without a program
-    return sum(output is not None and _lines(output) == _lines(known) for output, known in pairs) / len(expected)
 
 
 def _lines(text: str) -> list[str]:
