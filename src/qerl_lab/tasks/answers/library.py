@@ -4,7 +4,6 @@ math-verify bounds neither time nor memory, so only the worker processes of `san
 """
 
 import re
-from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
@@ -20,18 +19,15 @@ _READING = [LatexExtractionConfig(normalization_config=_AS_IT_STANDS)]
 
 def is_equal(given: str, known: str) -> bool | None:
     """Tell whether two LaTeX texts are mathematically equal; None if either cannot be parsed."""
-    sides = [_parse(text) for text in (known, given)]
+    sides = []
+    for text in (known, given):
+        text = _DIFFERENTIAL.sub(r"d\1", text).replace(r"\row", r"\\")
+        sides.append(parse(
+            f"${text}$", _READING, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None
+        ))  # fmt: skip
     if not all(sides):
         return None
     a, b = (side[0] for side in sides)
     if isinstance(a, Expr) and isinstance(b, Expr) and a.free_symbols != b.free_symbols:
         return False  # math-verify would first simplify both for 0.1 s
     return bool(verify(*sides, timeout_seconds=None))
-
-
-def _parse(text: str) -> list[Any]:
-    """Parse a LaTeX text with math-verify; return its readings, an empty list if there are none."""
-    text = _DIFFERENTIAL.sub(r"d\1", text).replace(r"\row", r"\\")
-    return parse(
-        f"${text}$", _READING, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None
-    )

@@ -30,13 +30,12 @@ _TRANSLATION = str.maketrans(_UNICODE | _FRACTIONS) | _FULL_WIDTH
 
 # The end of a macro: `\le` must not match the beginning of `\left`.
 _END = r"(?![A-Za-z])"
-_SIZES = re.compile(
-    rf"\\(?:left|right|middle)\s*\.(?!\d)|\\(?:m?left|m?right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}"
-)
 _FONTS = r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathsf|mathtt|operatorname\*?|rm|bf"
 _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), new)
     for pattern, new in [
+        (r"\\(?:left|right|middle)\s*\.(?!\d)", " "),
+        (rf"\\(?:m?left|m?right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}", " "),
         (r"\\\\(?:\[[^\[\]]*\])?", r"\\row "),
         (r"\\\$", r"\\dollar "),
         (r"\b(?:USD?\s*\\dollar|USD|US\$)(?![A-Za-z])", r"\\dollar "),
@@ -81,6 +80,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
     ]
 ]
+_DOLLAR = re.compile(r"(?<!\\)\$")
 # TeX's separators of thousands separate nothing else, so they also count in brackets, where `1,800` is two numbers.
 _COMMA = r"\s*(?:\{\s*,\s*\}|,\s*\\!|\\,)\s*"
 _TYPESET_NUMBER = re.compile(rf"(?<![\w.,])\d{{1,3}}(?:{_COMMA}\d{{3}})+(?!{_COMMA}\d|\d|[, ]\d{{3}})", re.ASCII)
@@ -118,44 +118,25 @@ def plain(text: str) -> str:
     """Normalize an answer's spelling: LaTeX with few macros, single spaces, no lead-in words, no final punctuation."""
     if _ESCAPED_TWICE.fullmatch(text):
         text = text.replace(r"\\", "\\")
-    text = _powers(text.translate(_TRANSLATION))
-    text = _without_dollars(text)
+    text = text.translate(_TRANSLATION)
+    for signs, mark in ((_SUPERSCRIPTS, "^"), (_SUBSCRIPTS, "_")):  # x² is x^{2}
+        table = str.maketrans(signs)
+        text = re.sub(f"[{''.join(signs)}]+", lambda run: f"{mark}{{{run[0].translate(table)}}}", text)  # noqa: B023
+    if len(_DOLLAR.findall(text)) == 1:  # money, and no delimiter
+        text = re.sub(rf"{_DOLLAR.pattern}(?=\s*-?[\d.])", r"\\dollar ", text)
+    text = _DOLLAR.sub(" ", text)
     text = _TYPESET_NUMBER.sub(lambda found: re.sub(r"\D", "", found[0]), text)
-    text = _SIZES.sub(" ", text)
     for pattern, new in _SPELLINGS:
         text = pattern.sub(new, text)
-    text = " ".join(_unboxed(text).split())
-    return _without_wrapping(_without_lead_in(_without_wrapping(text)))
+    while (found := _BOXED.search(text)) and (end := closing(text, found.end())) >= 0:
+        text = f"{text[: found.start()]} {text[found.end() + 1 : end]} {text[end + 1 :]}"
+    text = _without_wrapping(" ".join(text.split()))
+    return _without_wrapping(_without_lead_in(text))
 
 
 def compact(text: str) -> str:
     """Remove all spaces but those between two digits."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
-
-
-def _powers(text: str) -> str:
-    """Write Unicode superscripts and subscripts as in TeX: `x²` becomes `x^{2}`."""
-    for signs, mark in ((_SUPERSCRIPTS, "^"), (_SUBSCRIPTS, "_")):
-        table = str.maketrans(signs)
-        text = re.sub(f"[{''.join(signs)}]+", lambda run: f"{mark}{{{run[0].translate(table)}}}", text)  # noqa: B023
-    return text
-
-
-def _without_dollars(text: str) -> str:
-    r"""Replace each `$` (but not `\$`) by a space. The only `$` of a text becomes `\dollar` if a number follows it."""
-    if len(re.findall(r"(?<!\\)\$", text)) == 1:
-        text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\dollar ", text)
-    return re.sub(r"(?<!\\)\$", " ", text)
-
-
-def _unboxed(text: str) -> str:
-    r"""Replace `\boxed{X}` by X."""
-    while found := _BOXED.search(text):
-        end = closing(text, found.end())
-        if end < 0:
-            break
-        text = f"{text[: found.start()]} {text[found.end() + 1 : end]} {text[end + 1 :]}"
-    return text
 
 
 def closing(text: str, start: int) -> int:
