@@ -25,8 +25,10 @@ def equal(left: Form, right: Form) -> bool:
         return True
     if isinstance(left, Named) or isinstance(right, Named):
         return _compare_named(left, right)
-    if isinstance(left, Relation) or isinstance(right, Relation):
+    if isinstance(left, Relation) and isinstance(right, Relation):
         return _compare_relations(left, right)
+    if isinstance(left, Relation) or isinstance(right, Relation):
+        return _is_result(left, right) or _is_result(right, left)
     if isinstance(left, Amount) and isinstance(right, Amount):
         return _compare_amounts(left, right)
     if isinstance(left, Several) and isinstance(right, Several):
@@ -50,35 +52,26 @@ def _compare_named(left: Form, right: Form) -> bool:
 
     Two different names, or a name and an equation, are compared as equations if both can be read as one: `y = 2x`.
     """
-    if isinstance(left, Named) and isinstance(right, Named) and _same_name(left.name, right.name):
-        return equal(left.form, right.form)
-    sides = [_as_relation(side) for side in (left, right)]
-    if all(isinstance(side, Relation) for side in sides):
-        return _compare_relations(*sides)
+    if isinstance(left, Named) and isinstance(right, Named):
+        short, long = sorted((left.name, right.name), key=len)
+        arguments = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
+        if short == long or (long.startswith(short) and arguments):  # y(t) is y, and f(2) is not f
+            return equal(left.form, right.form)
+    relations = list[Relation]()
+    for form in (left, right):
+        if isinstance(form, Relation):
+            relations.append(form)
+        elif isinstance(form, Named) and isinstance(form.form, Amount):
+            with suppress(Unreadable):
+                relations.append(Relation((read_expression(form.name), form.form.node), ("=",)))
+    if len(relations) == 2:
+        return _compare_relations(*relations)
     named, other = (left, right) if isinstance(left, Named) else (right, left)
     if not isinstance(named, Named) or isinstance(other, Named):
         return False
     variables = frozenset().union(*map(names, other.sides)) if isinstance(other, Relation) else frozenset()
     name = re.sub("[{}]", "", named.name)
     return (not variables or any(variable in name for variable in variables)) and equal(named.form, other)
-
-
-def _same_name(left: str, right: str) -> bool:
-    """Tell whether two names are equal, or one is the other with letters as arguments: `y(t)` and `y`, not `f(2)`."""
-    short, long = sorted((left, right), key=len)
-    letters = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
-    return short == long or (long.startswith(short) and letters is not None)
-
-
-def _as_relation(form: Form) -> Form:
-    """Convert a named expression such as `y = 2x` to an equation.
-
-    Returns other forms, and forms with a name that is no expression, unchanged.
-    """
-    if isinstance(form, Named) and isinstance(form.form, Amount):
-        with suppress(Unreadable):
-            return Relation((read_expression(form.name), form.form.node), ("=",))
-    return form
 
 
 def _compare_amounts(left: Amount, right: Amount) -> bool:
@@ -175,20 +168,15 @@ def _compare_several(left: Several, right: Several) -> bool:
     if len(left.parts) != len(right.parts):
         return False
     if shapes <= {"", "{}"} or shapes == {"or"}:
-        return _equal_in_any_order(left.parts, right.parts)
+        rest = list(right.parts)
+        for form in left.parts:
+            at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
+            if at is None:
+                return False
+            rest.pop(at)
+        return True
     ordered = left.brackets == right.brackets or shapes in ({"", "()"}, {":", "am"}, {":", "pm"})
     return ordered and all(equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
-
-
-def _equal_in_any_order(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
-    """Tell whether each part of `left` equals a different part of `right`. Both must have the same length."""
-    rest = list(right)
-    for form in left:
-        at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
-        if at is None:
-            return False
-        rest.pop(at)
-    return True
 
 
 def _column(form: Several) -> Several:
@@ -198,24 +186,16 @@ def _column(form: Several) -> Several:
     return Several("()", tuple(row.parts[0] for row in rows)) if is_column else form
 
 
-def _compare_relations(left: Form, right: Form) -> bool:
-    """Tell whether a relation (an equation or inequality) equals another form.
-
-    At least one of `left` and `right` must be a relation. The other form may be an equal relation, or the result of a
-    calculation: `9+9=18` equals 18.
-    """
-    if isinstance(left, Relation) and isinstance(right, Relation):
-        return _same_relation(left, right)
-    relation, other = (left, right) if isinstance(left, Relation) else (right, left)
-    assert isinstance(relation, Relation)
-    if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
-        names_first = len(relation.sides) > 2 and bool(names(relation.sides[0]))  # m+n in m+n=9+9=18
-        steps = relation.sides[names_first:]
-        return any(isinstance(side, Op) for side in steps) and all(_compare_nodes(side, other.node) for side in steps)
-    return False
+def _is_result(form: Form, relation: Form) -> bool:
+    """Tell whether `form` is an amount and `relation` a calculation of it: 18 and `9+9=18`, but not 18 and `5=18`."""
+    if not (isinstance(form, Amount) and isinstance(relation, Relation) and set(relation.signs) == {"="}):
+        return False
+    names_first = len(relation.sides) > 2 and bool(names(relation.sides[0]))  # m+n in m+n=9+9=18
+    steps = relation.sides[names_first:]
+    return any(isinstance(side, Op) for side in steps) and all(_compare_nodes(side, form.node) for side in steps)
 
 
-def _same_relation(left: Relation, right: Relation) -> bool:
+def _compare_relations(left: Relation, right: Relation) -> bool:
     """Tell whether two relations are equal, side by side or turned around: `a < b` and `b > a`.
 
     Two relations that each have a single sign (such as = or <) are also equal if one relation is a constant multiple of

@@ -116,12 +116,6 @@ class _Reader:
         self.at += 1
         return self.tokens[self.at - 1]
 
-    def expect(self, text: str) -> None:
-        """Step past the sign or macro `text`. Raises Unreadable if the next token is another one."""
-        if not self.sees(text):
-            raise Unreadable(f"no {text}")
-        self.at += 1
-
     def deeper(self) -> None:
         """Count one more level of nesting; the caller must subtract it from `depth` again.
 
@@ -185,25 +179,20 @@ class _Reader:
         return Op("neg", (node,)) if negative else node
 
     def power(self) -> Node:
-        """Parse `power = raised | letter ("^" factor)? "(" sum ")" ("^" factor)?`, product or call: see `is_factor`."""
+        """Parse `power = raised | letter ("^" factor)? "(" sum ")" ("^" factor)?`: a letter with brackets behind it.
+
+        The letter is a factor, as in `n(n+1)`, if it also stands in the text without brackets, exponent, subscript or
+        prime behind it. It is a factor too if it is not f or g, has brackets behind it only once, and these contain a
+        sum. Otherwise it is a function, as in `f(2x)`.
+        """
         node = self.raised(self.atom())
         if not (self.sees("(", "[") and _letter(node)):
             return node
-        inside = self.group(self.take().text)
-        if self.is_factor(_letter(node), inside):
+        name, inside = _letter(node).removeprefix("\\"), self.group(self.take().text)
+        is_function = name in ("f", "g") or self.before_bracket.count(name) > 1
+        if name in self.alone or (_has_sum(inside) and not is_function):
             return Op("*", (node, self.raised(inside)))
         return self.raised(Op("call", (node, inside)))
-
-    def is_factor(self, letter: str, inside: Node) -> bool:
-        """Tell whether `letter` before brackets is a factor, as in `n(n+1)`, and not a function, as in `f(2x)`.
-
-        The letter is a factor if it also stands in the text without brackets, exponent, subscript or prime behind it.
-        It is a factor too if it is not f or g, has brackets behind it only once, and `inside`, the expression in these
-        brackets, contains a sum.
-        """
-        name = letter.removeprefix("\\")
-        is_function = name in ("f", "g") or self.before_bracket.count(name) > 1
-        return name in self.alone or (_has_sum(inside) and not is_function)
 
     def raised(self, node: Node) -> Node:
         """Parse the rest of `raised = postfix ("^" factor)?` behind `node`, its first atom; return both as one node."""
@@ -229,37 +218,31 @@ class _Reader:
         raise Unreadable("too deep")
 
     def argument(self, signed: bool = False) -> Node:
-        r"""Parse the argument of a macro: a group, or one character as in `\frac12`.
+        r"""Parse the argument of a macro: a group, or one character as in `\frac12`, and `2` is left for the next.
 
         With `signed` it parses an exponent instead, which may have a sign and many digits: `2^-10`.
         """
         token = self.next
         if token is not None and token.kind == "number":
-            return read_number(self.take().text) if signed else self.first_digit()
+            if signed or len(token.text) == 1:
+                return read_number(self.take().text)
+            if not token.text.isdigit():
+                raise Unreadable(token.text)
+            self.tokens[self.at] = Token("number", token.text[1:], False)
+            return read_number(token.text[0])
         self.deeper()
         node = self.factor() if signed and self.sees("-", "+") else self.atom()
         self.depth -= 1
         return node
-
-    def first_digit(self) -> Node:
-        """Parse the first digit of the next number, and leave its other digits for the next call.
-
-        Raises Unreadable if the number is a decimal of more than one character.
-        """
-        token = self.take()
-        if len(token.text) > 1:
-            if not token.text.isdigit():
-                raise Unreadable(token.text)
-            self.at -= 1
-            self.tokens[self.at] = Token("number", token.text[1:], False)
-        return read_number(token.text[0])
 
     def group(self, opening: str) -> Node:
         """Parse a sum and the closing bracket. The caller has already taken the opening bracket, `opening`."""
         self.deeper()
         node = self.sum()
         self.depth -= 1
-        self.expect(_PAIRS[opening])
+        if not self.sees(_PAIRS[opening]):
+            raise Unreadable(f"no {_PAIRS[opening]}")
+        self.at += 1
         return node
 
     def atom(self) -> Node:
@@ -360,7 +343,10 @@ class _Reader:
         return Op("root", (self.argument(), degree))
 
     def function(self, name: str) -> Node:
-        r"""Parse what follows the known function `name`: `\log_2 8`, `\sin^2 x`, `\sin^{-1} x` (arcsin), `sin(x)`."""
+        r"""Parse what follows the known function `name`: `\log_2 8`, `\sin^2 x`, `\sin^{-1} x` (arcsin), `sin(x)`.
+
+        Its argument is a group, or a product up to the next function, as in `\sin 2x \cos x`.
+        """
         base: Node | None = None
         exponent: Node | None = None
         while self.sees("_", "^"):
@@ -370,26 +356,23 @@ class _Reader:
                 exponent = self.argument(signed=True)
         if base is not None and name != "log":
             raise Unreadable(name)
-        argument = self.function_argument()
+        if self.sees("(", "[", "{"):
+            argument = self.postfix(self.group(self.take().text))
+        else:
+            self.deeper()
+            negative = self.sees("-") and bool(self.take())
+            factors = [self.raised(self.atom())]
+            while self.begins_factor() and not self.sees(*_NO_ARGUMENT):
+                factors.append(self.raised(self.atom()))
+            self.depth -= 1
+            product = Op("*", tuple(factors))
+            argument = Op("neg", (product,)) if negative else product
         if exponent == Op("neg", (Num(Fraction(1)),)):
             if "arc" + name not in FUNCTIONS:
                 raise Unreadable(name)
             return Op("arc" + name, (argument,))
         node = Op(name, (argument,) if base is None else (argument, base))
         return node if exponent is None else Op("^", (node, exponent))
-
-    def function_argument(self) -> Node:
-        r"""Parse a function's argument: a group, or a product up to the next function, as in `\sin 2x \cos x`."""
-        if self.sees("(", "[", "{"):
-            return self.postfix(self.group(self.take().text))
-        self.deeper()
-        negative = self.sees("-") and bool(self.take())
-        factors = [self.raised(self.atom())]
-        while self.begins_factor() and not self.sees(*_NO_ARGUMENT):
-            factors.append(self.raised(self.atom()))
-        self.depth -= 1
-        product = Op("*", tuple(factors))
-        return Op("neg", (product,)) if negative else product
 
 
 def _letter(node: Node) -> str:

@@ -104,10 +104,17 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
 def _simple(text: str) -> Form | None:
     """Parse a text that needs no splitting; None for any other text.
 
-    That is a numeral with a base, a time, one letter, a matrix, the real numbers, the empty set, or words.
+    That is a numeral with a base, such as `17_8` or `17 base eight`, a time, one letter, a matrix, the real numbers,
+    the empty set, or words. Raises Unreadable for a digit that its base lacks, and for matrix rows of unequal length.
     """
     if found := _NUMERAL.fullmatch(text):
-        return _numeral(found[1], found[2] or found[3] or found[4])
+        digits, base = found[1], found[2] or found[3] or found[4]
+        radix = int(base) if base.isdigit() and len(base) < 3 else _NUMBERS.get(base.lower(), 0)
+        if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
+            raise Unreadable(text)
+        if radix == 10:
+            return Amount(Num(Fraction(int(digits))))
+        return Several(f"base {radix}", (Words(digits.lower().lstrip("0") or "0"),))
     if (found := _CLOCK.fullmatch(text)) and (":" in text or found[2]):
         half = "".join(re.findall("[apm]", (found[2] or "").lower()))
         clock = f"{found[1]}:0" if ":" not in found[1] else found[1]  # 10 am is 10:00 am
@@ -115,7 +122,11 @@ def _simple(text: str) -> Form | None:
     if found := re.fullmatch(r"\(?\s*(?:\\text\{)?\(?\s*([A-Za-z])\s*\)?\}?\s*\)?[.:]?", text):
         return Amount(Sym(found[1])) if found[1] not in "ie" else Amount(read_expression(found[1]))
     if found := _MATRIX.fullmatch(text):
-        return _matrix(found[2])
+        rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", found[2].replace(r"\hline", ""))]
+        cells = [[_read(cell, MAX_NESTING, listed=True) for cell in row.split("&")] for row in rows if row]
+        if not cells or len({len(row) for row in cells}) > 1 or len(cells) * len(cells[0]) > MAX_PARTS:
+            raise Unreadable(text)
+        return Several("[]", tuple(Several("[]", tuple(row)) for row in cells))
     if text in _REALS:
         return Several("()", (Amount(Op("neg", (Sym("infty"),))), Amount(Sym("infty"))))
     if re.fullmatch(r"\\emptyset|\\\{\s*\\\}", text):
@@ -140,28 +151,6 @@ def _words(text: str) -> str:
         return ""
     kept = re.findall(r"[a-z0-9]+", text.lower())
     return " ".join(kept[1:] if kept[0] in ("a", "an", "the") and len(kept) > 1 else kept)
-
-
-def _numeral(digits: str, base: str) -> Form:
-    """Return the form of a numeral: its digits, and its base, such as "8" or "eight".
-
-    Raises Unreadable unless the base is from 2 to 36 and every digit is below it.
-    """
-    radix = int(base) if base.isdigit() and len(base) < 3 else _NUMBERS.get(base.lower(), 0)
-    if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
-        raise Unreadable(digits)
-    if radix == 10:
-        return Amount(Num(Fraction(int(digits))))
-    return Several(f"base {radix}", (Words(digits.lower().lstrip("0") or "0"),))
-
-
-def _matrix(inside: str) -> Form:
-    r"""Parse the inside of a matrix: rows end at `\row`, cells at `&`. Raises Unreadable for rows of unequal length."""
-    rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", inside.replace(r"\hline", ""))]
-    cells = [[_read(cell, MAX_NESTING, listed=True) for cell in row.split("&")] for row in rows if row]
-    if not cells or len({len(row) for row in cells}) > 1 or len(cells) * len(cells[0]) > MAX_PARTS:
-        raise Unreadable(inside)
-    return Several("[]", tuple(Several("[]", tuple(row)) for row in cells))
 
 
 def _without_thousands(text: str) -> str:
