@@ -139,11 +139,19 @@ def answer_missing_parts(
     """
     ((sampling_name, samples),) = identity["samplings"].items()
     too_long, parts = dict[str, int](), dict[str, tuple[Task, int, Sequence[Question]]]()  # parts by file
+    limit, at_once = cfg.rollout.max_prompt_tokens, cfg.rollout.batch_size
     for task in tasks:
-        fitting = _questions_that_fit(cfg, task, learner)
-        too_long[task.name] = len(task.heldout) - len(fitting)
-        for number, questions in enumerate(_split_into_parts(cfg, fitting, samples[task.name])):
-            parts[f"{engine}-{task.name}-{number:05d}.parquet"] = task, number, questions
+        lengths = [len(learner.chat.prompt_ids(task.messages(question))) for question in task.heldout]
+        fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
+        if not fitting:
+            raise ConfigError(
+                f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
+                f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
+            )
+        too_long[task.name] = len(lengths) - len(fitting)
+        size = max(1, at_once * (1 if cfg.rollout.engine == "transformers" else 4) // samples[task.name])
+        for number, begin in enumerate(range(0, len(fitting), size)):
+            parts[f"{engine}-{task.name}-{number:05d}.parquet"] = task, number, fitting[begin : begin + size]
     completions = {file: len(questions) * samples[task.name] for file, (task, _, questions) in parts.items()}
     answered = {file: count for file, count in completions.items() if unfinished.has(file)}
     total, ready = sum(completions.values()), sum(answered.values())
@@ -169,26 +177,6 @@ def answer_missing_parts(
             replace_file(unfinished.folder / file, rows.to_parquet(index=False))
             unfinished.note(file)
     return too_long
-
-
-def _questions_that_fit(cfg: RunConfig, task: Task, learner: Policy) -> list[Question]:
-    """Return the questions of a benchmark with at most max_prompt_tokens. Raises ConfigError if there is none."""
-    lengths = [len(learner.chat.prompt_ids(task.messages(question))) for question in task.heldout]
-    limit = cfg.rollout.max_prompt_tokens
-    fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
-    if not fitting:
-        raise ConfigError(
-            f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
-            f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
-        )
-    return fitting
-
-
-def _split_into_parts(cfg: RunConfig, questions: Sequence[Question], samples: int) -> list[Sequence[Question]]:
-    """Split the questions of a benchmark into parts of about one generation batch, or four for vLLM."""
-    at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
-    size = max(1, at_once // samples)
-    return [questions[begin : begin + size] for begin in range(0, len(questions), size)]
 
 
 def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:

@@ -6,6 +6,7 @@ An arm is one configuration with all of its seeds. The module `summary` explains
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,8 +182,13 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
     for group in _shared_groups(groups_a, groups_b, is_dense, notes):
         benchmark, engine, sampling = group
         rows_a, rows_b = [rows[group] for rows in groups_a], [rows[group] for rows in groups_b]
-        for a, b in zip(rows_a, rows_b, strict=True):
-            _refuse_unpaired(benchmark, a, b)
+        for sides, (what, key) in product(zip(rows_a, rows_b, strict=True), PAIRED.items()):
+            a, b = (set(rows[key].itertuples(index=False, name=None)) for rows in sides)
+            if a != b:
+                raise ConfigError(
+                    f"{benchmark}: A and B are no pairs, {len(a - b)} {what} are in A only, {len(b - a)} in B. "
+                    "Evaluate both alike."
+                )
         samples = int(rows_a[0]["draw"].max()) + 1
         measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": summary.scores}
         measures |= {f"pass@{k}": partial(summary.pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
@@ -219,17 +225,6 @@ def _shared_groups(
             notes.append(f"{', '.join(group)}: not in every evaluation, and left out{advice}")
     benchmarks = [group[0] for group in shared]
     return sorted(shared, key=lambda group: benchmarks.index(group[0]))
-
-
-def _refuse_unpaired(benchmark: str, rows_a: pd.DataFrame, rows_b: pd.DataFrame) -> None:
-    """Raise ConfigError if two evaluations of a benchmark differ in questions, prompts, answers or samples."""
-    for what, columns_of_pair in PAIRED.items():
-        a, b = (set(rows[columns_of_pair].itertuples(index=False, name=None)) for rows in (rows_a, rows_b))
-        if a != b:
-            raise ConfigError(
-                f"{benchmark}: A and B are no pairs, {len(a - b)} {what} are in A only, {len(b - a)} in B. "
-                "Evaluate both alike."
-            )
 
 
 def rows_by_group(evaluated: Evaluated) -> RowsByGroup:

@@ -233,15 +233,10 @@ def mean_and_interval(values_T: Tensor, texts: Texts) -> dict[str, float]:
 
 
 def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Interval:
-    """Return (mean, low, high) of the values at all tokens, given text by text. Needs two texts or more.
-
-    The interval is Student's t over texts, because tokens of one text are correlated. `lengths` gives the number of
-    tokens of each text, in the order of `values_T`.
-    """
-    found = kl.mean(values_T, lengths)
-    assert found.standard_error is not None, "two texts at least"
-    half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * found.standard_error
-    return found.nats, found.nats - half, found.nats + half
+    """Return (mean, low, high) of the values at all tokens, with Student's t over texts. Arguments as of `kl.mean`."""
+    mean, standard_error = kl.mean(values_T, lengths)
+    half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * standard_error
+    return mean, mean - half, mean + half
 
 
 def row_name(row: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +15,6 @@ from qerl_lab.model.policy import Policy
 CHUNK = 1024  # tokens whose float32 logits are in memory at once
 
 Pairs = list[tuple[list[int], list[int]]]  # token ids per text: context, and the tokens to compare
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Mean over tokens, in nats, with its standard error over texts.
-
-    Texts are the unit, because tokens of one text are correlated. The standard error is None for a single text.
-    """
-
-    nats: float
-    standard_error: float | None
 
 
 def per_token(p: Tensor, q: Tensor) -> Tensor:
@@ -50,18 +38,18 @@ def split_by_entropy(entropies_T: Tensor) -> tuple[float, float]:
     return ranked[:count].mean().item(), ranked[count:].mean().item()
 
 
-def mean(values_T: Tensor, lengths: list[int]) -> Estimate:
-    """Return the mean over tokens, with the standard error of a ratio estimator over texts.
+def mean(values_T: Tensor, lengths: list[int]) -> tuple[float, float]:
+    """Return the mean over tokens, and its standard error as a ratio estimator over texts. Needs two texts or more.
 
-    `values_T` holds the values of all texts, one text after another; `lengths` gives the number of tokens of each text.
+    Texts are the unit, because tokens of one text are correlated. `values_T` holds the values of all texts, one text
+    after another; `lengths` gives the number of tokens of each text.
     """
     values_T, texts = values_T.double(), len(lengths)
+    assert texts > 1, "two texts at least"
     average = values_T.mean().item()
-    if texts < 2:
-        return Estimate(average, None)
     residuals = torch.stack([(text - average).sum() for text in values_T.split(lengths)])
     variance = residuals.square().sum().item() * texts / (texts - 1)
-    return Estimate(average, math.sqrt(variance) / len(values_T))
+    return average, math.sqrt(variance) / len(values_T)
 
 
 @torch.no_grad()

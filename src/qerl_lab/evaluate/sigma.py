@@ -44,8 +44,8 @@ def run(options: SigmaOptions) -> None:
     print(f"{len(texts.pairs)} completions, {len(texts.states)} tokens, on {device}")
     for name in FORMATS:
         model, _ = policy.load_base(run_config(texts_options, name), device)
-        found = kl.mean(compare_to_dense(model, texts)[1], texts.lengths)
-        print(f"format {name:6}  KL to bf16   {found.nats:.5f} +- {found.standard_error:.5f} nats")
+        nats, error = kl.mean(compare_to_dense(model, texts)[1], texts.lengths)
+        print(f"format {name:6}  KL to bf16   {nats:.5f} +- {error:.5f} nats")
     said = f"{len(options.sigmas)} sigmas of {DRAWS} draws, each about as long as format bf16"
     print(said, file=sys.stderr, flush=True)
     for sigma in options.sigmas:

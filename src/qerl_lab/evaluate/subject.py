@@ -57,7 +57,7 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
     """Return what to evaluate: the run `options.run` or the model `options.model`.
 
     Other options that are not None replace the settings of the run. Raises ConfigError if the run or model is missing
-    or does not fit the options.
+    or does not fit the options, or if prompt and completion can exceed the context of a model on this machine.
     """
     found = _resolve_run(options) if options.run else _resolve_model(options)
     cfg = found.cfg
@@ -75,12 +75,6 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
         )
     rules.check_engine(cfg)
     preflight.check_engine(cfg)
-    _check_context(cfg)
-    return found
-
-
-def _check_context(cfg: RunConfig) -> None:
-    """Raise ConfigError if prompt and completion can exceed the context of a model on this machine."""
     folder, longest = on_disk.local_path(cfg.model.path), cfg.rollout.max_completion_tokens
     context = on_disk.context_tokens(read_json(folder / "config.json")) if folder else None
     if context is not None and longest >= context:
@@ -93,6 +87,7 @@ def _check_context(cfg: RunConfig) -> None:
             f"max_prompt_tokens={prompt} and max_completion_tokens={longest} are {prompt + longest} tokens, and "
             f"model.path={cfg.model.path} was made for {context}. Type max_prompt_tokens={context - longest}."
         )
+    return found
 
 
 def _resolve_run(options: AccuracyOptions) -> Subject:

@@ -52,16 +52,14 @@ def answer_entropy(completions: Iterable[str]) -> float:
     Answers are the same if they are equal numbers, or otherwise have the same normalized text. Completions without a
     final answer count as having the same one.
     """
-    return float(stats.entropy([*Counter(map(_answer, completions)).values()]))
-
-
-def _answer(completion: str) -> Decimal | str:
-    """Return the final answer: a Decimal if it is a number, otherwise normalized text; "" if there is none."""
-    text = final_answer(completion) or ""
-    value = number(text)
-    if value is None:
-        return compact(plain(text)) if len(text) <= MAX_ANSWER_CHARACTERS else text
-    return value
+    counts = Counter[Decimal | str]()
+    for completion in completions:
+        text = final_answer(completion) or ""
+        answer: Decimal | str | None = number(text)
+        if answer is None:
+            answer = compact(plain(text)) if len(text) <= MAX_ANSWER_CHARACTERS else text
+        counts[answer] += 1
+    return float(stats.entropy([*counts.values()]))
 
 
 def summarize(rows: pd.DataFrame) -> Summary:

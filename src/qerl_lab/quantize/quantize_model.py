@@ -58,7 +58,13 @@ def run(options: QuantizeOptions) -> None:
     if options.method != "rtn":
         llmcompressor.check(options)
     source = read_source(options)
-    with Unfinished(options.folder, identifying_options(options, source, device), options.overwrite) as unfinished:
+    # What determines the bytes of the checkpoint; each file of the model by its size and modification time.
+    left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
+    identity = {key: value for key, value in asdict(options).items() if key not in left_out}
+    files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
+    identity["device"] = device.type
+    identity["model"] = {file.name: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()}
+    with Unfinished(options.folder, identity, options.overwrite) as unfinished:
         if not unfinished.has("config.json"):
             unfinished.clear()
             if options.method == "rtn":
@@ -72,20 +78,13 @@ def run(options: QuantizeOptions) -> None:
         result = quality.measure(options, source.folder, source.packed, unfinished.folder, device)
         unfinished.finish()
     print(quality.table(options, result))
-    command = f"{terminal.python_command()} -m qerl_lab"
-    print(f"checkpoint:  {terminal.format_path(options.folder)}  ({QUALITY})")
-    print(f"measure it:  {command}.evaluate entropy {shell_line(measuring_options(options))}")
-    print(f"train on it: {command} {shell_line(training_overrides(options))}")
-
-
-def measuring_options(options: QuantizeOptions) -> list[str]:
-    """Return the options (`key=value`) of `evaluate entropy` that measure the checkpoint's KL to its original model.
-
-    They ask for no other model, because each one is as much work as the checkpoint.
-    """
-    folder = terminal.format_path(options.folder)
+    command, folder = f"{terminal.python_command()} -m qerl_lab", terminal.format_path(options.folder)
+    print(f"checkpoint:  {folder}  ({QUALITY})")
+    # No other model is measured, because each one is as much work as the checkpoint.
     given = {"model": options.model, "revision": options.revision, "checkpoints": folder}
-    return [*(hydra_override(key, value) for key, value in given.items() if value is not None), "formats=[]"]
+    words = [hydra_override(key, value) for key, value in given.items() if value is not None] + ["formats=[]"]
+    print(f"measure it:  {command}.evaluate entropy {shell_line(words)}")
+    print(f"train on it: {command} {shell_line(training_overrides(options))}")
 
 
 def training_overrides(options: QuantizeOptions) -> list[str]:
@@ -173,15 +172,3 @@ def _check_ignore(
 def _spell_ignore(options: QuantizeOptions) -> str:
     """Return the option `ignore` as the user types it."""
     return f"ignore={spell_value(options.ignore)}"
-
-
-def identifying_options(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
-    """Return what determines the checkpoint's bytes: options, device type, and the files of the source model.
-
-    Each file is identified by its size and modification time.
-    """
-    left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
-    chosen = {key: value for key, value in asdict(options).items() if key not in left_out}
-    files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
-    stamps = {file.name: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()}
-    return chosen | {"device": device.type, "model": stamps}

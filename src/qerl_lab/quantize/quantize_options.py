@@ -73,17 +73,9 @@ def check(options: QuantizeOptions) -> None:
             f"method={options.method} with format={options.format} is not possible: llmcompressor writes "
             f"{' and '.join(SCHEMES)}. Type method=rtn, or format={next(iter(SCHEMES))}."
         )
-    _check_inert(options)
-    check_apart(options, options.model)
-    check_free(options, options.overwrite, QUALITY)
-    check_patterns("ignore", options.ignore)
-
-
-def _check_inert(options: QuantizeOptions) -> None:
-    """Raise ConfigError for an option that differs from its default although the format or method does not read it."""
     usual = QuantizeOptions()
     of_format = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
-    for key, value in vars(options).items():
+    for key, value in vars(options).items():  # refuse an option that the format or the method does not read
         if value == getattr(usual, key):
             continue
         owner = of_format.get(key, options.format)
@@ -96,3 +88,6 @@ def _check_inert(options: QuantizeOptions) -> None:
         else:
             continue
         raise ConfigError(f"{key}={spell_value(value)} is an option of {why}")
+    check_apart(options, options.model)
+    check_free(options, options.overwrite, QUALITY)
+    check_patterns("ignore", options.ignore)
