@@ -71,11 +71,8 @@ class CompressedTensors(Format):
         The options of the returned format are None, because the rounding rule is not recorded. Raises ValueError for an
         entry that this package cannot load.
         """
-        return cls._parse(config) if layout_of(config) == cls.LAYOUT else None
-
-    @classmethod
-    def _parse(cls, config: Mapping[str, Any]) -> PackedAs:
-        """Parse a `quantization_config` of this format's layout, as `recognize` says."""
+        if layout_of(config) != cls.LAYOUT:
+            return None
         group = only_group(config)
         weights = group.get("weights") or {}
         entries = [

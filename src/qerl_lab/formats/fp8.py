@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.compressed_tensors import CompressedTensors, only_group
+from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of, only_group
 from qerl_lab.formats.format import Layout, PackedAs, checked, unsupported_entry
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -56,7 +56,8 @@ class Fp8(CompressedTensors):
         low, high = torch.aminmax(weight, dim=1, keepdim=True)
         scale = (torch.maximum(-low, high).float() / E4M3_MAX).to(torch.bfloat16)
         scale = torch.where(scale == 0, _SCALE_OF_ZERO_ROW, scale)
-        return {"weight": _round(weight / scale.float()), "weight_scale": scale}
+        values = (weight / scale.float()).clamp_(-E4M3_MAX, E4M3_MAX)  # torch's cast of larger ones is NaN
+        return {"weight": values.to(torch.float8_e4m3fn), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack the weight `[N, K]`: each value times the scale of its row, exact in float32, else rounded once."""
@@ -93,23 +94,20 @@ class Fp8(CompressedTensors):
         return config
 
     @classmethod
-    def _parse(cls, config: Mapping[str, Any]) -> PackedAs:
-        """Parse a `quantization_config` of the layout of FP8.
+    def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
+        """Parse a `quantization_config` of compressed-tensors; None if it describes another layout.
 
         Activations may be unquantized, or FP8 with a dynamic scale per token. Raises ValueError for other entries that
         this package cannot load.
         """
+        if layout_of(config) != cls.LAYOUT:
+            return None
         group = only_group(config)
         given = group.get("input_activations") or {}
         if given and any(given.get(key) != value for key, value in _PER_TOKEN.items()):
             raise unsupported_entry("input_activations", given, f"null or {_PER_TOKEN} in {cls.NAME}")
-        weights_alone = {**config, "config_groups": {"group_0": {**group, "input_activations": None}}}
-        return super()._parse(weights_alone)._replace(weight_format=W8A8 if given else W8A16)
+        found = super().recognize({**config, "config_groups": {"group_0": {**group, "input_activations": None}}})
+        return found and found._replace(weight_format=W8A8 if given else W8A16)
 
 
 W8A16, W8A8 = Fp8("auto"), Fp8("fp8")
-
-
-def _round(values: Tensor) -> Tensor:
-    """Round float32 values to E4M3: nearest, ties to even, saturating. Overwrites `values`."""
-    return values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)  # torch's cast of larger ones is NaN

@@ -20,6 +20,7 @@ Sources, vLLM 0.26: `prepare_fp4_layer_for_marlin` and `nvfp4_marlin_process_sca
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -46,9 +47,18 @@ class Marlin:
 
         They are bit-equal to the checkpoint's tensors, except for scales that Marlin stores as zero (see the module).
         """
+        lines, tiles = len(held[SCALE]), held[SCALE].shape[1] // ROWS
+        words = held[CODES].unflatten(1, (tiles, 8, 4, 4))  # S T c r w
+        codes = torch.empty(tiles, 4, 2, 8, lines, 2, 4, dtype=torch.uint8, device=words.device)  # T w h c S b r
+        for h, b in product(range(2), range(2)):
+            low = 4 * (2 * h + b)
+            pairs = (words >> low & 15) | (words >> (low + 16) & 15) << 4
+            codes[:, :, h, :, :, b] = pairs.permute(1, 4, 2, 0, 3)
+        upper = held[SCALE].view(torch.uint8).unflatten(1, (tiles, 8, 2, 2, 2)).permute(1, 3, 5, 4, 2, 0)  # T w w h c S
+        halves = (upper.reshape(tiles * ROWS, lines).to(torch.int16) << 7).view(torch.float16)
         return {
-            "weight_packed": packed_codes(held[CODES]),
-            "weight_scale": block_scales(held[SCALE], self.boost),
+            "weight_packed": codes.reshape(tiles * ROWS, lines * 8),
+            "weight_scale": (halves.float() * (2.0**-7 / self.boost)).to(torch.float8_e4m3fn),
             DIVISOR: held[DIVISOR],
         }
 
@@ -75,24 +85,3 @@ def part(held: Mapping[str, Tensor], first: int, rows: int) -> dict[str, Tensor]
         SCALE: held[SCALE].narrow(1, first, rows),
         DIVISOR: held[DIVISOR],
     }
-
-
-def packed_codes(codes: Tensor) -> Tensor:
-    """Convert Marlin's codes, int32 `[K/16, 2 N]`, to NVFP4 codes, uint8 `[N, K/2]`, low nibble = even column."""
-    lines, tiles = codes.shape[0], codes.shape[1] // (2 * ROWS)
-    words = codes.unflatten(1, (tiles, 8, 4, 4))  # S T c r w
-    out = torch.empty(tiles, 4, 2, 8, lines, 2, 4, dtype=torch.uint8, device=codes.device)  # T w h c S b r
-    for h in range(2):
-        for b in range(2):
-            low = 4 * (2 * h + b)
-            pairs = (words >> low & 15) | (words >> (low + 16) & 15) << 4
-            out[:, :, h, :, :, b] = pairs.permute(1, 4, 2, 0, 3)
-    return out.reshape(tiles * ROWS, lines * 8)
-
-
-def block_scales(scale: Tensor, boost: float) -> Tensor:
-    """Convert Marlin's scales, bytes `[K/16, N]`, to E4M3 `[N, K/16]`, without vLLM's factor `boost`."""
-    lines, tiles = scale.shape[0], scale.shape[1] // ROWS
-    upper = scale.view(torch.uint8).unflatten(1, (tiles, 8, 2, 2, 2)).permute(1, 3, 5, 4, 2, 0)  # T w w h c S
-    halves = (upper.reshape(tiles * ROWS, lines).to(torch.int16) << 7).view(torch.float16)
-    return (halves.float() * (2.0**-7 / boost)).to(torch.float8_e4m3fn)

@@ -12,15 +12,12 @@ imported on first use.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, checked, layers, unsupported_entry
-
-if TYPE_CHECKING:
-    from bitsandbytes.functional import QuantState
 
 _NESTED_BLOCK = 256
 _HEADER = "weight.quant_state.bitsandbytes__nf4"
@@ -50,12 +47,17 @@ class Nf4(Format):
         `weight.absmax` `[N*K/64]` (uint8 if `double_quant`, else float32), `weight.quant_map` float32 `[16]`, a JSON
         header uint8 `[256]`, and with `double_quant` `weight.nested_absmax` and `weight.nested_quant_map`.
         """
-        from bitsandbytes.functional import quantize_4bit
+        from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 
         weight = checked(weight, self, name=name)
         codes, state = quantize_4bit(weight, blocksize=self.BLOCK, compress_statistics=False, quant_type="nf4")
         if self.double_quant:
-            _hold_scales_in_8_bits(state)
+            # As `compress_statistics` of bitsandbytes, but on the CPU, and with the mean summed in float64: the last
+            # bits of a float32 sum depend on the device and on the number of threads.
+            absmax = state.absmax.cpu()
+            state.offset = absmax.mean(dtype=torch.float64).float()
+            state.absmax, state.state2 = quantize_blockwise(absmax - state.offset, blocksize=_NESTED_BLOCK)
+            state.nested = True
         kept = state.as_dict(packed=True)
         tensors = {f"weight.{key}": tensor.to(weight.device, copy=True) for key, tensor in kept.items()}
         tensors[_HEADER] = _pad_header(tensors[_HEADER])
@@ -140,21 +142,6 @@ class Nf4(Format):
         skipped = config.get("llm_int8_skip_modules")  # null: transformers leaves lm_head dense
         ignore = ("lm_head",) if skipped is None else layers("llm_int8_skip_modules", skipped)
         return PackedAs(cls(double_quant=bool(config.get("bnb_4bit_use_double_quant", False))), ignore)
-
-
-def _hold_scales_in_8_bits(state: "QuantState") -> None:
-    """Quantize the float32 block scales of `state` to 8 bits, in place and on the CPU: NF4's double quantization.
-
-    Before quantizing it subtracts the mean of the scales, summed in float64. This is the only difference from
-    bitsandbytes' `compress_statistics`, which sums in float32. The last bits of a float32 sum depend on the device and
-    on the number of threads.
-    """
-    from bitsandbytes.functional import quantize_blockwise
-
-    absmax = state.absmax.cpu()
-    state.offset = absmax.mean(dtype=torch.float64).float()
-    state.absmax, state.state2 = quantize_blockwise(absmax - state.offset, blocksize=_NESTED_BLOCK)
-    state.nested = True
 
 
 def _pad_header(header: Tensor) -> Tensor:
