@@ -68,7 +68,7 @@ class Nvfp4(CompressedTensors):
         if self.scale_rule == "four_over_six":
             other = _block_scale(blocks, divisor, 4.0)
             scale = torch.where(_error(blocks, divisor, other) < _error(blocks, divisor, scale), other, scale)
-        packed = e2m1.pack(e2m1.encode(_divide_by_scales(blocks, divisor, scale)).flatten(1))
+        packed = e2m1.pack(e2m1.encode(blocks / (scale / divisor).unsqueeze(-1)).flatten(1))
         return {"weight_packed": packed, "weight_scale": scale.to(torch.float8_e4m3fn), DIVISOR: divisor}
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
@@ -136,17 +136,12 @@ def _block_scale(blocks: Tensor, divisor: Tensor, top: float) -> Tensor:
     return torch.where(scale == 0, _SCALE_OF_ZERO_BLOCK, scale)
 
 
-def _divide_by_scales(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
-    """Divide `blocks[N, K/16, 16]` by block scale / global scale (`scale / divisor`), to be rounded to E2M1."""
-    return blocks / (scale / divisor).unsqueeze(-1)
-
-
 def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
     """Compute each block's squared rounding error `[N, K/16]` with block scales `scale` and global scale `divisor`.
 
     The error is multiplied by `divisor` squared, so that nothing overflows float32. It is summed in float64, so that
     the order in which a device adds the sixteen squares does not matter.
     """
-    exact = _divide_by_scales(blocks, divisor, scale)
+    exact = blocks / (scale / divisor).unsqueeze(-1)
     rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)
     return ((rounded - exact) * scale.unsqueeze(-1)).square().sum(-1, dtype=torch.float64)

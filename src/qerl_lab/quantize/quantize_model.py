@@ -5,14 +5,13 @@ command starts again, or goes on with the measurement if the weights are complet
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from qerl_lab import formats
 from qerl_lab.config.conf_folder import choices_of
@@ -22,7 +21,6 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import POCKET, FormatConfig
 from qerl_lab.config.spelling import hydra_override, shell_line, spell_list
-from qerl_lab.formats.format import Format
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable, packed_head
@@ -122,11 +120,23 @@ def read_source(options: QuantizeOptions) -> Source:
             f"({first_line(error)}). Type another model, or install a transformers that knows it."
         ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    weight_format = formats.build(options.format_config())
-    _check_ignore(options, model, weight_format, linears)
-    packed = packable(model, options.ignore)
+    weight_format, ignore = formats.build(options.format_config()), options.ignore
+    typed = f"ignore={spell_value(ignore)}"
+    for entry in ignore:  # a typo would quantize a layer that was to stay dense
+        if not any(is_ignored(name, [entry]) for name in linears):
+            ends = sorted({name.rpartition(".")[2] for name in linears})
+            raise ConfigError(
+                f"{typed}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} Allowed: full names, their "
+                f"last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
+            )
+    if head := packed_head(model, weight_format, ignore):
+        raise ConfigError(
+            f"{typed} would pack {head}, the output layer, whose dense weight training reads; "
+            f"allowed: lists that name it. Type ignore={spell_value([*ignore, head])}."
+        )
+    packed = packable(model, ignore)
     if not packed:
-        raise ConfigError(f"model={options.model} has no Linear layer outside of {_spell_ignore(options)}.")
+        raise ConfigError(f"model={options.model} has no Linear layer outside of {typed}.")
     for name in (f"{layer}.weight" for layer in packed):
         if name not in weights.names:
             raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
@@ -134,8 +144,7 @@ def read_source(options: QuantizeOptions) -> Source:
         if found != asked:
             raise ValueError(f"{weights.where(name)}: {name} has shape {found}, config.json asks for {asked}")
     dense = [name for name in linears if name not in packed]
-    tied = [name for name in dense if not is_ignored(name, options.ignore)]  # to an embedding
-    ignore = options.ignore
+    tied = [name for name in dense if not is_ignored(name, ignore)]  # to an embedding
     if isinstance(weight_format, Nf4):  # transformers takes a module for the beginning of names: layers.1 for layers.10
         inside = {entry: [name for name in linears if name.startswith(f"{entry}.")] for entry in ignore}
         ignore = [name for entry in ignore for name in inside[entry] or [entry]]
@@ -144,31 +153,6 @@ def read_source(options: QuantizeOptions) -> Source:
         config["quantization_config"] = weight_format.quantization_config([*ignore, *tied], dtype)
     except ValueError as error:
         raise ConfigError(
-            f"{_spell_ignore(options)} with format={options.format}: {error}. "
-            "Type for example ignore=[lm_head,down_proj]."
+            f"{typed} with format={options.format}: {error}. Type for example ignore=[lm_head,down_proj]."
         ) from error
     return Source(folder, weights, packed, dense, config)
-
-
-def _check_ignore(
-    options: QuantizeOptions, model: PreTrainedModel, weight_format: Format, linears: Sequence[str]
-) -> None:
-    """Raise ConfigError if an entry of `options.ignore` names no layer of `linears`, or the head would be packed."""
-    ignore = _spell_ignore(options)
-    for entry in options.ignore:  # a typo would quantize a layer that was to stay dense
-        if not any(is_ignored(name, [entry]) for name in linears):
-            ends = sorted({name.rpartition(".")[2] for name in linears})
-            raise ConfigError(
-                f"{ignore}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} Allowed: full names, their "
-                f"last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
-            )
-    if head := packed_head(model, weight_format, options.ignore):
-        raise ConfigError(
-            f"{ignore} would pack {head}, the output layer, whose dense weight training reads; "
-            f"allowed: lists that name it. Type ignore={spell_value([*options.ignore, head])}."
-        )
-
-
-def _spell_ignore(options: QuantizeOptions) -> str:
-    """Return the option `ignore` as the user types it."""
-    return f"ignore={spell_value(options.ignore)}"

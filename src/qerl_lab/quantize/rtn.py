@@ -26,11 +26,7 @@ class Unit(NamedTuple):
     names: tuple[str, ...]
     modules: tuple[str, ...]  # the fused layer's Linears; none for a copied tensor
     layout: Layout  # of the tensors written
-
-    @property
-    def bytes(self) -> int:
-        """Number of bytes of the tensors written."""
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.layout.values())
+    bytes: int  # of the tensors written
 
 
 def write(
@@ -83,7 +79,8 @@ def list_units(source: WeightFiles, linears: Sequence[str], weight_format: Forma
             rows, columns = source.shape(f"{module}.weight")
             made = weight_format.layout((rows, columns))
             layout |= {f"{module}.{part}": about for part, about in made.items()}
-        units[name] = Unit(tuple(f"{module}.weight" for module in modules) or (name,), modules, layout)
+        size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
+        units[name] = Unit(tuple(f"{module}.weight" for module in modules) or (name,), modules, layout, size)
         done.update(units[name].names)
     return units
 

@@ -30,12 +30,13 @@ from qerl_lab.tasks.answers.completion import has_thought
 from qerl_lab.tasks.questions import (
     UNPARSED,
     BadRow,
+    LeftOut,
     Question,
     Questions,
     Scores,
     is_heldout,
     label,
-    without_heldout,
+    wording,
 )
 
 __all__ = ["UNPARSED", "BadRow", "Question", "Scores", "Task", "is_heldout"]
@@ -91,12 +92,15 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
     questions of the kind `training`.
     """
     functions = _functions(cfg, training)
-    asked = functions[training](cfg) if training else []
-    heldout = functions["heldout"](cfg)
-    sets = {
-        "training": without_heldout(asked, heldout, cfg.train_questions),
-        "heldout": heldout if isinstance(heldout, Questions) else Questions(heldout),
-    }
+    found = [functions[training](cfg) if training else [], functions["heldout"](cfg)]
+    train, heldout = (each if isinstance(each, Questions) else Questions(each) for each in found)
+    asked = {wording(question.prompt) for question in heldout}
+    kept = [question for question in train if wording(question.prompt) not in asked]
+    shared = [question for question in train if wording(question.prompt) in asked]
+    leaked = LeftOut(len(shared), len(train), f"{shared[0].id} is held out too" if shared else "")
+    leaked.check("Check task.path.")
+    train = Questions(kept[: cfg.train_questions or None], [*train.left_out, leaked], train.notes)
+    sets = {"training": train, "heldout": heldout}
     roles: dict[str, str] = {}  # warning -> role of the questions; a warning about a shared file is listed once
     for role in ("heldout", "training"):
         for line in [*map(str, sets[role].left_out), *sets[role].notes]:
@@ -105,8 +109,8 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
     return Task(
         name=label(cfg),
         instruction=cfg.instruction,
-        train=sets["training"],
-        heldout=sets["heldout"],
+        train=train,
+        heldout=heldout,
         weights={"format": cfg.format_reward, "answer": cfg.answer_reward} | further,
         grade=functions["grade"],
         format_reward_for=cfg.format_reward_for,

@@ -84,18 +84,3 @@ def is_heldout(key: str, one_in: int = 8) -> bool:
     The choice is the same in every run.
     """
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % one_in == 0
-
-
-def without_heldout(train: list[Question], heldout: list[Question], size: int) -> Questions:
-    """Remove training questions with the same `wording` as a held-out question; return the first `size` of the rest.
-
-    `size` 0 returns all. `left_out` of the result counts the removed questions. Raises ConfigError if over 1% of
-    `train` are removed.
-    """
-    asked = {wording(question.prompt) for question in heldout}
-    kept = [question for question in train if wording(question.prompt) not in asked]
-    shared = [question for question in train if wording(question.prompt) in asked]
-    leaked = LeftOut(len(shared), len(train), f"{shared[0].id} is held out too" if shared else "")
-    leaked.check("Check task.path.")
-    known = train if isinstance(train, Questions) else Questions(train)
-    return Questions(kept[: size or None], [*known.left_out, leaked], known.notes)
