@@ -81,8 +81,9 @@ def _compare_amounts(left: Amount, right: Amount) -> bool:
     """
     if left.letters is not None and right.letters is not None:
         return _compare_nodes(left.letters, right.letters)
-    if _is_product_of_letters(left, right) or _is_product_of_letters(right, left):
-        return True
+    for amount, other in ((left, right), (right, left)):  # two metres, `2 m`, may also be 2 times m
+        if amount.letters is not None and names(other.node) and _compare_nodes(amount.letters, other.node):
+            return True
     if left.unit and right.unit and left.unit != right.unit:
         return False
     a, b = left.node, right.node
@@ -90,14 +91,6 @@ def _compare_amounts(left: Amount, right: Amount) -> bool:
         return _compare_nodes(a, b) or _is_rounding_of(a, b)
     as_part = (Op("*", (a, HUNDREDTH)), b) if left.percent else (a, Op("*", (b, HUNDREDTH)))
     return _compare_nodes(a, b) or _compare_nodes(*as_part) or _is_rounding_of(*as_part)
-
-
-def _is_product_of_letters(amount: Amount, other: Amount) -> bool:
-    """Tell whether `amount` equals `other` once its unit is read as variables: two metres, `2 m`, as 2 times m.
-
-    False if `other` has no variables.
-    """
-    return amount.letters is not None and bool(names(other.node)) and _compare_nodes(amount.letters, other.node)
 
 
 def _compare_nodes(left: Node, right: Node) -> bool:

@@ -44,29 +44,27 @@ class Token:
 
 
 def tokens_of(text: str) -> list[Token]:
-    """Split the whole text of an expression into tokens. Raises Unreadable for an unknown sign or word."""
+    """Split the whole text of an expression into tokens.
+
+    A typed word is a function, a Greek letter, or a product of up to three letters. Raises Unreadable for another word,
+    and for an unknown sign.
+    """
     tokens, at, spaced = list[Token](), 0, False
     while at < len(text):
         if (found := _TOKEN.match(text, at)) is None:
             raise Unreadable(text)
         at, kind = found.end(), str(found.lastgroup)
-        tokens += [] if kind == "space" else _words(kind, found[kind], spaced)
+        piece = found[kind]
+        known = ALIASES.get(piece.lower(), piece if piece in GREEK else piece.lower())
+        if kind == "macro":
+            tokens.append(Token("macro", rf"\{piece}" if piece in "{}" else ALIASES.get(piece, piece), spaced))
+        elif kind == "word" and (known in FUNCTIONS or known in GREEK):
+            tokens.append(Token("macro", known, spaced))
+        elif kind == "word":
+            if len(piece) > 3 or piece.lower() in _NO_PRODUCTS:
+                raise Unreadable(piece)
+            tokens += [Token("letter", letter, spaced and not n) for n, letter in enumerate(piece)]
+        elif kind != "space":
+            tokens.append(Token(kind, piece, spaced))
         spaced = kind == "space"
     return tokens
-
-
-def _words(kind: str, text: str, spaced: bool) -> list[Token]:
-    """Make the tokens of one match of _TOKEN: `text` in the group `kind`. `spaced`: a space stands before the match.
-
-    A typed word is a function, a Greek letter, or a product of up to three letters. Raises Unreadable for other words.
-    """
-    if kind == "macro":
-        return [Token("macro", rf"\{text}" if text in "{}" else ALIASES.get(text, text), spaced)]
-    if kind != "word":
-        return [Token(kind, text, spaced)]
-    known = ALIASES.get(text.lower(), text if text in GREEK else text.lower())
-    if known in FUNCTIONS or known in GREEK:
-        return [Token("macro", known, spaced)]
-    if len(text) > 3 or text.lower() in _NO_PRODUCTS:
-        raise Unreadable(text)
-    return [Token("letter", letter, spaced and not n) for n, letter in enumerate(text)]
