@@ -9,7 +9,7 @@ from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_express
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.intervals import OPPOSITE, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import POINTS, Value, close, is_finite, is_real, point, value
+from qerl_lab.tasks.answers.value import POINTS, close, is_finite, is_real, point, value
 
 ENOUGH_DIGITS = 6  # digits of a decimal that may stand for an endless one: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
@@ -192,7 +192,8 @@ def _compare_relations(left: Relation, right: Relation) -> bool:
     """Tell whether two relations are equal, side by side or turned around: `a < b` and `b > a`.
 
     Two relations that each have a single sign (such as = or <) are also equal if one relation is a constant multiple of
-    the other: `2x = 4` and `x = 2`.
+    the other, by the quotient of their differences at several points: `2x = 4` and `x = 2`. Raises Unreadable if a
+    value is undefined or too large.
     """
     if len(left.sides) != len(right.sides):
         return False
@@ -202,31 +203,19 @@ def _compare_relations(left: Relation, right: Relation) -> bool:
             return True
     if len(left.signs) > 1 or left.signs[0] not in (right.signs[0], turned.signs[0]):
         return False
-    ratio = _proportion(Op("-", left.sides), Op("-", right.sides))
-    if ratio is None or left.signs[0] in ("=", "!="):
-        return ratio is not None
-    return is_real(ratio) and (values.real(ratio).real > 0) == (left.signs == right.signs)
-
-
-def _proportion(left: Node, right: Node) -> Value | None:
-    """Return the quotient of two expressions if it has the same value at several points, else None.
-
-    Also returns None if an expression is 0 or infinite at a point, if the quotient or its inverse is close to 0, if the
-    two have different variables, or if they have none.
-    Raises Unreadable if a value is undefined or too large.
-    """
-    variables = names(left) | names(right)
-    if names(left) != names(right) or not variables:
-        return None
-    first = None
+    differences = Op("-", left.sides), Op("-", right.sides)
+    variables, zero, first = names(differences[0]), Fraction(0), None
+    if not variables or names(differences[1]) != variables:
+        return False
     for draw in range(POINTS):
-        at = point(variables, draw)
-        a, b = value(left, at), value(right, at)
-        if close(a, Fraction(0)) or close(b, Fraction(0)):
-            return None
+        a, b = (value(difference, point(variables, draw)) for difference in differences)
+        if close(a, zero) or close(b, zero):
+            return False
         ratio = values.divide(a, b)
         first = ratio if first is None else first
-        is_lopsided = close(ratio, Fraction(0)) or close(values.divide(b, a), Fraction(0))  # also with infinity
+        is_lopsided = close(ratio, zero) or close(values.divide(b, a), zero)  # also with infinity
         if is_lopsided or not close(first, ratio):
-            return None
-    return first
+            return False
+    if left.signs[0] in ("=", "!="):
+        return True
+    return is_real(first) and (values.real(first).real > 0) == (left.signs == right.signs)
