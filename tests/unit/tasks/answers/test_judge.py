@@ -250,10 +250,11 @@ def test_an_answer_that_is_too_long_is_unreadable():
 @pytest.mark.parametrize(("given", "known", "verdict"), [
     ("gibberish {", "18", None), ("18 @ 3", "18", None), ("west", "18", False),
     ("19", "18", False), ("1/0", "18", None), (r"\int_0^1 x dx", "18", "asked"),
-    ("because 3 and x is 7 then", "18", None), (r"\sum of 18", "18", "asked"),
+    ("because 3 and x is 7 then", "18", None), (r"\sum of 18", "18", "asked"), ("x+1", "1+x", True),
 ])  # fmt: skip
 def test_what_nobody_can_read_is_told_from_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, given: str, known: str, verdict: bool | str | None
 ):
+    """And math-verify is not asked about what can be read, so that plain answers start no worker."""
     monkeypatch.setattr(sandbox, "call", lambda *_: "asked")
     assert judge(given, known) == verdict
