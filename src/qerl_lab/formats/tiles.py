@@ -17,10 +17,9 @@ zero codes with scale 2^-9 get scale 0. So two things are lost: codes under a sc
 zero codes.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +31,10 @@ BLOCK, DEPTH, AT_A_TIME, BLOCK_BYTES = 64, 64, 2, 2304  # as in fp4_tiles.cu
 TILES = "fp4_tiles"
 _CODE_WORDS = 128  # per quarter block
 SIGNS = -0x7FFF8000  # 0x80008000 as int32
+# The scale byte with the value of each E4M3 byte: the exponent is 2 more, and subnormal numbers (1 to 7) become normal.
+# Byte 0 means 2^-9 and not 0, so that `_to_blocks` sets codes with scale 0 to 0. Bytes from 127 on (NaN, negative) do
+# not occur.
+_SCALE_BYTES = torch.tensor([0, 0, 8, 12, 16, 18, 20, 22, *range(24, 143), *[0] * 129], dtype=torch.uint8)
 _ROWS_AT_ONCE = 4096  # int32 takes eight times the memory of codes
 
 
@@ -142,23 +145,9 @@ def _to_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     half |= sign[..., 1, 0] << 9 | size[..., 1, 0]
     half |= sign[..., 1, 1] << 14 | size[..., 1, 1] >> 2 << 13 | (size[..., 1, 1] & 3) << 10
     words = half.to(torch.int16).view(torch.uint8).reshape(N // 64, K // 64, 4, 4 * _CODE_WORDS)
-    exponent = _wider_exponents().to(scale.device)[scale.view(torch.uint8).long()]
-    scales = exponent.view(N // 64, 4, 2, 8, K // 64, 4).permute(0, 4, 1, 3, 2, 5).reshape(N // 64, K // 64, 4, 64)
+    scales = _SCALE_BYTES.to(scale.device)[scale.view(torch.uint8).long()]
+    scales = scales.view(N // 64, 4, 2, 8, K // 64, 4).permute(0, 4, 1, 3, 2, 5).reshape(N // 64, K // 64, 4, 64)
     return torch.cat([words, scales], dim=-1).view(N // 64, K // 64, BLOCK_BYTES)
-
-
-@cache
-def _wider_exponents() -> Tensor:
-    """Return a table, uint8 `[256]`, that maps each E4M3 byte to the scale byte of `fp4_tiles` with the same value.
-
-    A scale byte has a 5-bit exponent above a 3-bit mantissa and cannot express 0. So the entry of E4M3 0 is scale byte
-    0, which means 2^-9; `_to_blocks` sets codes with scale 0 to 0. Entries from 127 on (NaN, negative) are unused.
-    """
-    table = torch.zeros(256, dtype=torch.uint8)
-    for bits in range(1, 127):
-        mantissa, exponent = math.frexp(torch.tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn).item())
-        table[bits] = (exponent + 8) << 3 | int(mantissa * 16) & 7
-    return table
 
 
 def _packed_codes(words: Tensor) -> Tensor:
