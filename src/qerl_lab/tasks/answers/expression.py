@@ -55,6 +55,7 @@ _ACCENTS = frozenset(_OVER_A_LETTER.split())
 _NO_ARGUMENT = (*FUNCTIONS - {"sqrt"}, "(", "[")  # end the argument of a function without brackets
 _BEFORE_NUMBER = ("!", ")", "pi")  # a number behind one of these, or behind a letter, is a factor
 _TIMES, _OVER = ("cdot", "times", "*", "ast"), ("/", "div")
+END = Token("end", "", False)
 _PAIRS = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "|": "|", r"\{": r"\}"}
 
 
@@ -62,7 +63,7 @@ def read_expression(text: str) -> Node:
     """Parse the whole text, LaTeX or typed, into a tree. Raises Unreadable if any part of it is unknown."""
     reader = _Reader(tokens_of(text))
     node = reader.sum()
-    if reader.next is not None:
+    if reader.next is not END:
         raise Unreadable(text)
     return node
 
@@ -92,26 +93,25 @@ class _Reader:
     """
 
     def __init__(self, tokens: list[Token]) -> None:
-        self.tokens, self.at, self.depth = tokens, 0, 0
+        self.tokens, self.at, self.depth = [*tokens, END], 0, 0
         self.bars = 0  # open absolute values
-        pairs = list(pairwise([*tokens, Token("end", "", False)]))
+        pairs = list(pairwise(self.tokens))
         self.alone = {token.text for token, after in pairs if after.text not in ("(", "[", "^", "_", "'")}
         self.before_bracket = [token.text for token, after in pairs if after.text in ("(", "[")]
         self.raised_at = -1  # index where the last exponent ended
 
     @property
-    def next(self) -> Token | None:
-        """Return the next token without stepping past it; None at the end."""
-        return self.tokens[self.at] if self.at < len(self.tokens) else None
+    def next(self) -> Token:
+        """Return the next token, END behind the last one, without stepping past it."""
+        return self.tokens[self.at]
 
     def sees(self, *texts: str) -> bool:
         """Tell whether the next token is a sign or macro with one of these texts, without stepping past it."""
-        token = self.next
-        return token is not None and token.kind in ("sign", "macro") and token.text in texts
+        return self.next.kind in ("sign", "macro") and self.next.text in texts
 
     def take(self) -> Token:
         """Return the next token and step past it. Raises Unreadable at the end."""
-        if self.next is None:
+        if self.next is END:
             raise Unreadable("the end")
         self.at += 1
         return self.tokens[self.at - 1]
@@ -159,16 +159,16 @@ class _Reader:
         number, as in `2^{6}3` and `2^6 3^5`. So `2 3` is no product.
         """
         token = self.next
-        if token is None:
-            return False
         if token.kind in ("number", "repeating"):
             before = self.tokens[self.at - 1]
-            is_raised = token.spaced and [ahead.text for ahead in self.tokens[self.at + 1 : self.at + 2]] == ["^"]
+            is_raised = token.spaced and self.tokens[self.at + 1].text == "^"
             after_exponent = self.raised_at == self.at and (before.text == "}" or is_raised)  # 2^6 3^5
             return before.kind == "letter" or before.text in _BEFORE_NUMBER or after_exponent
         if token.kind == "sign":
             return token.text in "([{" or (token.text == "|" and not self.bars)
-        return token.kind != "macro" or token.text not in ("pm", "mp", "rfloor", "rceil", r"\}", "row", "div", *_TIMES)
+        if token.kind == "macro":
+            return token.text not in ("pm", "mp", "rfloor", "rceil", r"\}", "row", "div", *_TIMES)
+        return token is not END
 
     def factor(self) -> Node:
         """Parse `factor = ("-" | "+")* power`."""
@@ -210,7 +210,7 @@ class _Reader:
             if self.sees("!"):
                 self.take()
                 node = Op("factorial", (node,))
-            elif self.sees("^") and self.tokens[self.at + 1 : self.at + 2] and self.tokens[self.at + 1].text == "circ":
+            elif self.sees("^") and self.tokens[self.at + 1].text == "circ":
                 self.at += 2
                 node = Op("degrees", (node,))
             else:
@@ -223,7 +223,7 @@ class _Reader:
         With `signed` it parses an exponent instead, which may have a sign and many digits: `2^-10`.
         """
         token = self.next
-        if token is not None and token.kind == "number":
+        if token.kind == "number":
             if signed or len(token.text) == 1:
                 return read_number(self.take().text)
             if not token.text.isdigit():
@@ -290,8 +290,8 @@ class _Reader:
         """Return the variable `name` with the primes and the subscript behind it: `x'`, `x_{12}`, `x1` (as x_1)."""
         while self.sees("'"):
             name += self.take().text
-        token = self.next
-        if token is not None and token.kind == "number" and not token.spaced and len(name) == 1 and name not in "ie":
+        is_number = self.next.kind == "number" and not self.next.spaced
+        if is_number and len(name) == 1 and name not in "ie":
             return Sym(f"{name}_{self.take().text}")  # x1, as typed
         if self.sees("_"):
             self.take()
@@ -337,8 +337,7 @@ class _Reader:
         if self.sees("["):
             self.take()
             degree = self.group("[")
-        token = self.next
-        if token is not None and token.kind == "number":  # TeX would take one digit, but √12 means the root of twelve
+        if self.next.kind == "number":  # TeX would take one digit, but √12 means the root of twelve
             return Op("root", (read_number(self.take().text), degree))
         return Op("root", (self.argument(), degree))
 
