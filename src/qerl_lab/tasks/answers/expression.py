@@ -218,7 +218,7 @@ class _Reader:
         raise Unreadable("too deep")
 
     def argument(self, signed: bool = False) -> Node:
-        r"""Parse the argument of a macro: a group, or one character as in `\frac12`, and `2` is left for the next.
+        r"""Parse the argument of a macro: a group, or one character: `\frac12` is 1/2, in two calls.
 
         With `signed` it parses an exponent instead, which may have a sign and many digits: `2^-10`.
         """
