@@ -77,6 +77,7 @@ class CheckJobs(Callback):
         """
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.plan_sweep(config, GlobalHydra.instance().config_loader())
+        _exit_if_no_override(config.hydra)
         first = plan.jobs[0]
         ours = [typed for typed in first.overrides if typed.partition("=")[0] in OF_SWEEPS]
         if ours and launcher != LAUNCHER:
@@ -108,7 +109,9 @@ def run(cfg: DictConfig) -> int:
     if hydra_config.mode != RunMode.MULTIRUN:
         with past_hydra(), open_dict(cfg):
             cfg.hydra = hydra_config
-            plan = _check_and_claim(compose.plan_run(cfg, GlobalHydra.instance().config_loader()), is_here=True)
+            plan = compose.plan_run(cfg, GlobalHydra.instance().config_loader())
+            _exit_if_no_override(hydra_config)
+            plan = _check_and_claim(plan, is_here=True)
             directory = RunDirectory(plan.directory)
             sys.exit(_print_unfinished(launch.start(directory, made=plan.made), directory))
     directory = RunDirectory(Path(hydra_config.runtime.output_dir))
@@ -121,6 +124,16 @@ def run(cfg: DictConfig) -> int:
     except ConfigError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return USAGE
+
+
+def _exit_if_no_override(hydra_config: Any) -> None:
+    """Print the overview and exit if no override was typed: without arguments the command starts nothing either.
+
+    `hydra_config` is the section `hydra` of what Hydra composed.
+    """
+    if not hydra_config.overrides.task:
+        print(manual.overview())
+        sys.exit(OK)
 
 
 def _print_unfinished(code: int, run: RunDirectory) -> int:

@@ -31,6 +31,14 @@ def test_without_a_word_it_lists_the_experiments_and_what_to_type(capsys):
     assert "--help" in text
 
 
+@pytest.mark.parametrize("line", ["--config-dir own", "-m", "-cd own -m", "hydra.verbose=true"])
+def test_flags_alone_start_nothing(line, capsys, tmp_path):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 3\n")
+    assert printed(line, capsys) == printed("", capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
 def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_its_help():
     text, words = help_text(), " ".join(help_text().split())
     for path in [*package_data("conf").glob("*/*.yaml"), *package_data("sweeps").glob("*.yaml")]:
