@@ -34,6 +34,7 @@ class Needs(NamedTuple):
 TILES, SHARED = "rollout.vllm.linear_backend=fp4_tiles", "rollout.vllm.share_base=true"
 OVERLAP, LOCKSTEP = "rollout.vllm_server.overlap=true", "rollout.vllm_server.overlap=false"
 NO_KERNEL = "rollout.vllm.linear_backend=auto"
+VLLM_FORMATS = "bf16|fp8|mxfp4|nf4|nvfp4"  # vLLM reads their checkpoints and has kernels for them
 NEEDS = (
     Needs("optim.name=adamw_8bit", "device!=cpu", "it computes on a GPU", "optim=adamw, or device=cuda"),
     Needs("format.dense_cache=on", "device!=cuda",
@@ -55,6 +56,8 @@ NEEDS = (
           "rollout=vllm, or format.activations=auto"),
     Needs("format.activations=fp8", "rollout.vllm.linear_backend=auto|vllm", "the others compute in 16 bits",
           f"{NO_KERNEL}, or format.activations=auto"),
+    Needs(f"format.name!={VLLM_FORMATS}", "rollout.engine!=vllm|vllm_server", "vLLM has no kernel for it",
+          "rollout=transformers, or format=nvfp4"),
     Needs("rollout.vllm.linear_backend=marlin|humming", "format.name=nvfp4|mxfp4|fp8",
           "it has no kernel for other formats", NO_KERNEL),
     Needs(TILES, "rollout.engine!=vllm_server", "it is a kernel of the lab's, which no server has",

@@ -13,6 +13,7 @@ from torch import nn
 from packed_layers import LAYER_NAMES, dense_twin, tiny_model, tokens
 from qerl_lab.cli import compose
 from qerl_lab.config import conf_folder
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats import FORMATS
 from qerl_lab.model import on_disk, policy
@@ -110,6 +111,13 @@ def test_a_run_packs_a_dense_model_in_it_and_trains_adapters_on_it() -> None:
     for name, layer in packed.items():
         learner.model.set_submodule(name, dense_twin(layer))
     assert torch.equal(learner.model(tokens(), labels=tokens()).loss, loss)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm_server"])
+def test_vllm_has_no_kernel_for_it_which_is_said_before_a_run(engine: str) -> None:
+    said = f"format.name=int4 with rollout.engine={engine} .* no kernel for it; .* Type rollout=transformers, or format="
+    with pytest.raises(ConfigError, match=said):
+        compose.make_plan(["format=int4", f"rollout={engine}"], multirun=False)
 
 
 def test_the_quantize_command_writes_it_and_a_run_loads_what_was_written(capsys: pytest.CaptureFixture[str]) -> None:
