@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, fill_added_keys, flatten, values_of
+from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.config.keys import FIELDS
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
@@ -16,6 +18,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.system.disk import replace_file
 
 NAME = "resolved.yaml"
+PARTS = ("format.name", "aqn.schedule", "task.name", "algorithm.name", "rollout.engine")  # users add some of their own
 _REPLACE = "Put it back as it was (MLflow keeps it among the run's artifacts), or start a new run."
 
 
@@ -41,7 +44,7 @@ def read_config(run_dir: Path) -> RunConfig:
     try:
         cfg = from_dict(values)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {_unknown_part(values) or error}") from None
     known = {*dict(flatten(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
     lacking = [name for name in values_of(RunConfig()) if name not in known and not name.startswith("tracking.")]
     if lacking:
@@ -53,6 +56,23 @@ def read_config(run_dir: Path) -> RunConfig:
         )
     cfg.run_dir = str(run_dir.absolute())
     return cfg
+
+
+def _unknown_part(values: dict[str, Any]) -> str:
+    """Say which part of the lab the run used that this installation lacks, e.g. its format; "" if it has all `PARTS`.
+
+    `values` are the nested values in resolved.yaml. The checks of a new run would advise another part, and the run
+    would be another one with it.
+    """
+    given = dict(flatten(values))
+    for key in PARTS:
+        known = FIELDS[key].metadata["choices"] or choices_of(key.partition(".")[0])
+        if isinstance(name := given.get(key), str) and name not in known:
+            return (
+                f"the run was made with {key}={name}, which this installation does not know; it knows "
+                f"{', '.join(known)}. Put the files of {name} back: docs/architecture.md lists them (To add something)."
+            )
+    return ""
 
 
 def read_settings(run_dir: Path) -> dict[str, str]:

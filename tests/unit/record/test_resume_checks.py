@@ -144,6 +144,14 @@ def test_a_configuration_of_garbage_is_one_sentence(run_dir: Path, text: str, wo
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("key", ["format.name", "aqn.schedule", "task.name", "algorithm.name", "rollout.engine"])
+def test_a_run_with_a_part_that_was_deleted_since_is_told_to_have_it_back(run_dir: Path, key: str) -> None:
+    group, name = key.split(".")
+    with pytest.raises(ConfigError, match=f"was made with {key}=mine, which .* Put the files of mine back") as refusal:
+        edit(run_dir, lambda values: values[group].update({name: "mine"}))
+    assert "Type" not in str(refusal.value)  # another choice would be another run
+
+
 def test_another_configuration_than_the_checkpoints_is_refused_by_its_keys(run_dir: Path) -> None:
     cfg = RunDirectory(run_dir).config()
     cfg.checkpoint.every, cfg.cpu_threads, cfg.tracking.mlflow = 1, 7, False  # they decide nothing
