@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
 from qerl_lab.config.conf_folder import choices_of, default_option_by_group
-from qerl_lab.config.keys import TEXT, TYPES, check_type, describe_type, field_of_key, spell_value
+from qerl_lab.config.keys import NUMBERS, TEXT, TYPES, check_type, describe_type, field_of_key, spell_value
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import quote_text, quoted, shell_override, without_quotes
@@ -104,8 +105,21 @@ def _check_override(override: Override) -> None:
                 check_type(name, field, value)
             except ConfigError as error:
                 if not override.is_sweep_override():
-                    raise
+                    several = _several_values(value) if field.type in NUMBERS else ""
+                    also = f", or -m {shlex.quote(f'{name}={several}')} for a run of each" if several else ""
+                    raise ConfigError(f"{str(error).removesuffix('.')}{also}.") from None
                 raise ConfigError(f"{line} is several values, because a comma separates them; {error}") from None
+
+
+def _several_values(value: Any) -> str:
+    """Format a list of numbers, or a range such as 0-2, 0:2 or 0..2, as a sweep, `0,1,2`; "" if it is neither."""
+    if isinstance(value, list) and all(type(one) in (int, float) for one in value):
+        return ",".join(map(spell_value, value))
+    ends = re.fullmatch(r"(\d+)(?:-|:|\.\.)(\d+)", str(value))
+    if ends is None or int(ends[1]) >= int(ends[2]):
+        return ""
+    numbers = range(int(ends[1]), int(ends[2]) + 1)
+    return ",".join(map(str, numbers)) if len(numbers) <= 10 else f"range({numbers.start},{numbers.stop})"
 
 
 def _given_values(override: Override) -> list[Any]:

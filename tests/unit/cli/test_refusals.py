@@ -53,6 +53,13 @@ def refused(line: str, capsys) -> str:
         ("hydra.foo=1", ["hydra.foo", "'foo' not in 'HydraConf'"]),
         # types
         ("lora.rank=abc", ["lora.rank=abc", "a whole number", "lora.rank=32"]),
+        # several values, as other programs write them
+        ("seed=0-2", ["seed=0-2 is not allowed", "Type for example seed=0, or -m seed=0,1,2 for a run of each."]),
+        ("seed=3:5", ["or -m seed=3,4,5 for a run of each."]),
+        ("steps=10..30", ["or -m 'steps=range(10,31)' for a run of each."]),
+        ("optim.learning_rate=[1e-4,1e-3]", ["or -m optim.learning_rate=0.0001,0.001 for a run of each."]),
+        ("seed=2-0", ["allowed: a whole number. Type for example seed=0."]),
+        ("seed=[a,b]", ["allowed: a whole number. Type for example seed=0."]),
         ("lora.target_modules=q_proj", ["a list of names", "[q_proj,"]),
         # bounds, of numbers too that a check divides by
         ("lora.rank=-1", ["lora.rank=-1", "at least 0", "Type for example lora.rank=32."]),  # 0 is refused by most arms
