@@ -21,11 +21,12 @@ from qerl_lab.report import palette
 from qerl_lab.report.arms import format_setting
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.palette import add_legend_below, add_title, format_tick, styled
-from qerl_lab.report.reference import PLAIN, QUIET
+from qerl_lab.report.reference import is_plain
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
 ARMS_A_PANEL = 4  # most arms that share one panel; with more, bands would hide lines
+MOST_COLUMNS = 3  # panels beside each other: so wide a figure still fits a slide or a page
 BESIDE = 2  # arms per panel beside the baseline when there are several panels
 MOMENTS = 100  # most times at which the mean by wall clock is interpolated
 MARKS = 10  # markers per line
@@ -89,7 +90,7 @@ def _split_into_panels(arms: Sequence[str], baseline: str | None) -> list[list[s
 def draw(
     points: pd.DataFrame, curve: Curve, by: str, baseline: str | None, styles: Mapping[str, Mapping[str, Any]]
 ) -> Figure:  # fmt: skip
-    """Draw one metric in panels below each other, a few arms each; the caller closes the figure.
+    """Draw one metric, in several panels if there are many arms; the caller closes the figure.
 
     `points` come from `comparison.curves`, `styles` from `palette.styles`. `by` is the x axis: `STEP`, or `CLOCK` for
     the time spent in training steps.
@@ -102,18 +103,25 @@ def draw(
         name, seconds = _clock_unit(chosen[by].max())
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
     groups = _split_into_panels(list(chosen["arm"].unique()), baseline)
+    rows = math.ceil(len(groups) / MOST_COLUMNS)
+    columns = math.ceil(len(groups) / rows)
     runs = chosen.groupby("arm")["run_id"].nunique()
     labels = {arm: textwrap.fill(f"{arm} (n={count})", LEGEND_CHARS) for arm, count in runs.items()}
     lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
+    lines = [max(lines[start : start + columns]) for start in range(0, len(lines), columns)]  # of each row's legends
     height = sum(2.9 + 0.19 * count for count in lines)
     with styled():
         figure, axes = plt.subplots(
-            len(groups), 1, sharey=True, sharex=True, squeeze=False, figsize=(4.4, height),
+            rows, columns, sharey=True, sharex=True, squeeze=False, figsize=(4.4 * columns, height),
             height_ratios=[12 + count for count in lines],
         )  # fmt: skip
-        for axis, group in zip(axes.flat, groups, strict=True):
+        for axis, group in zip(axes.flat, groups, strict=False):
             _draw_panel(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by, unit=unit)
             add_panel_legend(axis)
+        for axis in axes[:, 1:].flat:
+            axis.set_ylabel("")
+        for axis in axes.flat[len(groups) :]:
+            axis.remove()
         axes.flat[0].set_title(curve.title)
         axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen, curve))
     return figure
@@ -129,14 +137,12 @@ def _clock_unit(longest: float) -> tuple[str, int]:
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Group arms that differ only in weight format; return title of the group -> weight format -> label of the arm.
 
-    Only arms without noise and with the settings `PLAIN` (at any LoRA rank) take part, and only groups of several
-    formats are returned, the largest first.
+    Only plain arms (`reference.is_plain`) take part. Only groups of several formats are returned, the largest first.
     """
-    plain = QUIET | {key: value for key, value in PLAIN.items() if key != "lora.rank"}
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for label, runs in comparison.arms.items():
-        settings = dict(runs[0].arm)  # identifies a local model by content, not by path
-        if plain.items() <= settings.items():
+        if is_plain(runs[0]):
+            settings = dict(runs[0].arm)  # identifies a local model by content, not by path
             others = tuple(sorted((key, value) for key, value in settings.items() if not key.startswith("format.")))
             found.setdefault(others, {}).setdefault(settings["format.name"], label)
     several = [(others, formats) for others, formats in found.items() if len(formats) > 1]

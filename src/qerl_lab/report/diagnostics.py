@@ -196,5 +196,5 @@ def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, di
     lines = sum(label.count("\n") + 1 for label in labels.values())
     figure, axis = plt.subplots(figsize=(4.4, 3.1 + 0.19 * lines))
     axis.margins(0.06)
-    styles = palette.styles(palette.formats(comparison.arms))
+    styles = palette.styles_of_arms(comparison.arms)
     return figure, axis, {arm: look | {"label": labels[arm]} for arm, look in styles.items()}

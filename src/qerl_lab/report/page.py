@@ -52,6 +52,11 @@ class Drawn(NamedTuple):
     png: bytes
     caption: str = ""
 
+    @property
+    def is_wide(self) -> bool:
+        """Tell whether the figure is wider than one panel, and so needs the whole width of the page."""
+        return int.from_bytes(self.png[16:20]) > palette.PANEL_PIXELS  # the width in a PNG's header
+
 
 def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
     """Write runs, tables, figures, verdicts and report.html to `folder`; return the paths of the files.
@@ -102,7 +107,7 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
     if not compared.arms:
         return {}
     points, arms = comparison.curves(compared), [runs[0] for runs in compared.arms.values()]
-    styles = palette.styles(palette.formats(compared.arms))
+    styles = palette.styles_of_arms(compared.arms)
     alone = points[points["arm"].isin(compared.alone)]
     drawn: dict[str, list[Drawn]] = {"Weight formats": []}
     for number, (title, group) in enumerate(list(curves.group_formats(compared).items())[:MOST_GROUPS], 1):

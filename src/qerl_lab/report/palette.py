@@ -6,7 +6,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from PIL import Image
 
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
+from qerl_lab.report.reference import is_plain
 from qerl_lab.report.runs import Run
 
 STYLE = Path(__file__).with_name("report.mplstyle")
-DPI = 160  # 704 pixels for a panel: sharp on a phone and at half the width of a page
+DPI = 160
+PANEL_PIXELS = 704  # width of a panel, 4.4 inches: sharp on a phone and at half the width of a page
 # Okabe and Ito's colors, which color-blind readers can distinguish; FP8's is Tol's indigo.
 KNOWN = {DENSE_FORMAT: "#000000", "nvfp4": "#0072B2", "mxfp4": "#D55E00", "nf4": "#009E73", "fp8": "#332288"}
 OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # colors that `KNOWN` does not use
@@ -58,22 +60,25 @@ def color(name: str, number: int = OTHERS.index("#777777")) -> str:
     return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
 
-def formats(arms: Mapping[str, Sequence[Run]]) -> dict[str, str]:
-    """Map the label of each arm to its weight format."""
-    return {label: runs[0].value("format.name") for label, runs in arms.items()}
+def styles_of_arms(arms: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
+    """Return the `styles` of arms, which `arms` maps to their runs. Arms that are plain have filled markers."""
+    formats = {label: runs[0].value("format.name") for label, runs in arms.items()}
+    return styles(formats, [label for label, runs in arms.items() if not is_plain(runs[0])])
 
 
-def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def styles(formats: Mapping[str, str], hollow: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
     """Return color, line style and marker of each arm as arguments of `plot`; `formats` maps arms to weight formats.
 
-    Arms of one format differ in dashes, and all but the first have hollow markers.
+    Arms of one format differ in dashes. The markers of the arms `hollow` are hollow; with None, of all arms but the
+    first of each format.
     """
     colors, found, arms_of_format = _colors(formats), {}, Counter[str]()
     for place, (arm, weight_format) in enumerate(formats.items()):
         number = arms_of_format[weight_format]  # arms of this format so far
         arms_of_format[weight_format] += 1
+        is_hollow = number > 0 if hollow is None else arm in hollow
         looks = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[place % len(MARKERS)]}
-        found[arm] = {"color": colors[arm], **looks, "markerfacecolor": "white" if number else colors[arm]}
+        found[arm] = {"color": colors[arm], **looks, "markerfacecolor": "white" if is_hollow else colors[arm]}
     return found
 
 

@@ -22,6 +22,7 @@ PLAIN = {
     "format.scale_rule": "max", "lora.rank": "32",
 }  # fmt: skip
 QUIET = {"aqn.schedule": "off"}
+PLAIN_AT_ANY_RANK = QUIET | {key: value for key, value in PLAIN.items() if key != "lora.rank"}
 AQN = {"aqn.schedule": "exponential", "aqn.unit": "sigma", "aqn.relative": "False"}
 TABLE_1 = (  # settings of our arms, with method and weight format of their row in the paper's Table 1
     ({"format.name": "bf16", **QUIET, **PLAIN}, ("LoRA", "BF16")),
@@ -30,6 +31,11 @@ TABLE_1 = (  # settings of our arms, with method and weight format of their row 
     ({"format.name": "nvfp4", **QUIET, **PLAIN}, ("QeRL w/o AQN", "NVFP4")),
     ({"format.name": "nvfp4", **AQN, **PLAIN}, ("QeRL +AQN", "NVFP4")),
 )
+
+
+def is_plain(run: Run) -> bool:
+    """Tell whether a run's arm is a weight format alone: without noise, and with the settings `PLAIN` at any rank."""
+    return PLAIN_AT_ANY_RANK.items() <= dict(run.arm).items()
 
 
 @cache

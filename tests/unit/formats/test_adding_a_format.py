@@ -115,7 +115,9 @@ def test_a_run_packs_a_dense_model_in_it_and_trains_adapters_on_it() -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm_server"])
 def test_vllm_has_no_kernel_for_it_which_is_said_before_a_run(engine: str) -> None:
-    said = f"format.name=int4 with rollout.engine={engine} .* no kernel for it; .* Type rollout=transformers, or format="
+    said = (
+        f"format.name=int4 with rollout.engine={engine} .* no kernel for it; .* Type rollout=transformers, or format="
+    )
     with pytest.raises(ConfigError, match=said):
         compose.make_plan(["format=int4", f"rollout={engine}"], multirun=False)
 

@@ -111,6 +111,19 @@ def test_an_accuracy_after_training_shows_its_whole_interval_with_both_caps() ->
     assert not any(line.get_clip_on() for line in interval.lines[1])  # a cap at 0 or 1 is on the panel's edge
 
 
+@pytest.mark.parametrize(("arms", "panels", "columns"), [(4, 1, 1), (5, 2, 2), (7, 3, 3), (8, 4, 2), (10, 5, 3)])
+def test_many_arms_make_a_figure_that_is_wider_than_high(arms: int, panels: int, columns: int) -> None:
+    names = ["bf16", *(f"nvfp4_{number}" for number in range(arms - 1))]
+    figure = draw(points(names, steps=4), REWARD, curves.STEP, "bf16")
+    assert len(figure.axes) == panels
+    drawn = [line.get_label().partition(" ")[0] for axis in figure.axes for line in means(axis)]
+    assert [arm for arm in drawn if arm != "bf16"] == names[1:]
+    width, height = figure.get_size_inches()
+    assert width == pytest.approx(4.4 * columns)
+    assert width > height
+    assert sum(bool(axis.get_ylabel()) for axis in figure.axes) == -(-panels // columns)  # at the left of each row
+
+
 def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     found = comparison.curves(comparison.read([tmp_path]))
@@ -133,6 +146,16 @@ def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
     assert shades[0] == palette.FORMATS["nvfp4"]
     assert len(set(shades)) == 3
     assert not set(shades[1:]) & set(palette.FORMATS.values())
+
+
+def test_a_marker_is_filled_for_a_format_alone_whatever_is_sorted_before_it(tmp_path: Path) -> None:
+    for number, (arm, rate) in enumerate([("bf16", 1e-5), ("bf16", 1e-6), ("nvfp4_aqn", 1e-5), ("nvfp4_aqn", 1e-6)]):
+        make_run(tmp_path / str(number), arm, 0, optim__learning_rate=rate)
+    make_run(tmp_path / "hot", "bf16", 0, optim__learning_rate=1e-5, rollout__temperature=1.2)
+    looks = palette.styles_of_arms(comparison.read([tmp_path]).arms)
+    assert len(looks) == 5
+    hollow = {arm for arm, look in looks.items() if look["markerfacecolor"] == "white"}
+    assert hollow == {arm for arm in looks if "aqn" in arm or "temperature=1.2" in arm}
 
 
 def test_a_noise_schedule_has_one_color_in_our_figures_and_the_paper_s() -> None:

@@ -1,6 +1,8 @@
 """report.html and the files beside it: whole, the same without the runs, and honest of runs that are not."""
 
+import base64
 import html
+import io
 import re
 import shutil
 from collections.abc import Callable
@@ -9,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
-from qerl_lab.report import comparison
+from qerl_lab.report import comparison, palette
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
 from qerl_lab.report.page import breakable, draw_all
@@ -56,6 +59,13 @@ def test_the_page_is_whole_and_needs_no_network(made: Path, page: str) -> None:
             "throughput-by-step.png", "sigma-by-time.png", "paper_fig05_entropy_7b.png"} <= set(figures)  # fmt: skip
     for section in ("verdicts", "tables", "curves", "speed", "runs"):
         assert page.count(f'id="{section}"') == page.count(f'href="#{section}"') == 1
+
+
+def test_a_figure_of_several_panels_has_the_width_of_the_page(made: Path, page: str) -> None:
+    widths = re.findall(r'<figure( class="wide")?><img src="data:image/png;base64,([^"]+)', page)
+    assert {bool(wide) for wide, _ in widths} == {True, False}
+    for wide, png in widths:
+        assert bool(wide) == (Image.open(io.BytesIO(base64.b64decode(png))).width > palette.PANEL_PIXELS)
 
 
 def test_it_says_first_what_makes_the_runs_less_than_alike(page: str) -> None:
