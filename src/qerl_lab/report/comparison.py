@@ -26,8 +26,9 @@ CONDITIONS = (
     "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
     "optim.learning_rate", "algorithm.updates_per_rollout",
 )  # fmt: skip
-HOW_TO_READ = """\
-Intervals are 95%, over seeds and questions; one seed has none. Intervals of two arms may overlap although the arms
+ABOUT_INTERVALS = "Intervals are 95%, over seeds and questions; one seed has none."
+HOW_TO_READ = f"""\
+{ABOUT_INTERVALS} Intervals of two arms may overlap although the arms
 differ: read the difference, which is paired by seed and question. One in 20 true differences of 0 looks real."""
 
 
@@ -195,7 +196,8 @@ def text(comparison: Comparison, baseline: str | None) -> str:
         steps = max(run.summary["steps"] for run in comparison.arms[row["arm"]])
         rows.append([*cells, first_and_last(row["entropy_first"], row["entropy_last"], steps)])
     differ = tabulate_differing_settings(comparison, "arms differ in")
-    parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else ""]
+    how_to_read = HOW_TO_READ if len(comparison.arms) > 1 else ABOUT_INTERVALS
+    parts = [columns(rows), how_to_read, columns(differ) if differ else ""]
     if baseline is not None:
         base, undeclared = comparison.arms[baseline][0], Counter[str]()
         for run in (runs[0] for runs in comparison.arms.values()):

@@ -234,8 +234,10 @@ def test_one_seed_has_no_interval(here: Path, printed: Callable[..., str]) -> No
     row = arms_of(here / "runs").loc["bf16"]
     assert row["gain"] == 0.25
     assert "gain_low" not in row.index
-    (line,) = [line for line in printed("runs").splitlines() if line.startswith("bf16")]
+    out = printed("runs")
+    (line,) = [line for line in out.splitlines() if line.startswith("bf16")]
     assert line.split() == ["bf16", "1", "1", "of", "1", "0.375", "0.625", "+0.250", "0.350", "->", "0.200"]
+    assert out.endswith("\nIntervals are 95%, over seeds and questions; one seed has none.\n")
 
 
 def test_a_run_without_evaluation_has_its_entropy(here: Path, printed: Callable[..., str]) -> None:
