@@ -7,9 +7,9 @@ from typing import Any
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared_metrics
-from qerl_lab.record.resolved import replace_config
 from qerl_lab.tracking.mlflow import prepare_mlflow
 from qerl_lab.tracking.tracker import Tracker
+from run_directories import write_config
 
 Point = tuple[str, int, float, int]  # metric, step, value, unix milliseconds
 
@@ -18,7 +18,7 @@ def config(run_dir: Path, uri: str | None = None, mlflow: bool = True, **changes
     """Return a run's configuration and write the resolved.yaml of a real run."""
     cfg = RunConfig(**changes)
     cfg.tracking.uri, cfg.tracking.mlflow = uri, mlflow
-    replace_config(run_dir, cfg)
+    write_config(run_dir, cfg)
     return cfg
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.metrics import encode_line
-from qerl_lab.record.resolved import write_config
 
 STEPS = 4
 DECLARED = {"bf16": [], "nvfp4": ["format.name"], "nvfp4_aqn": ["format.name", "aqn.schedule"]}
@@ -43,6 +43,11 @@ def config(experiment: str, seed: int, **changes: Any) -> RunConfig:
         *groups, key = name.split("__")
         reduce(getitem, groups, values)[key] = value
     return from_dict(values)
+
+
+def write_config(folder: Path, cfg: RunConfig) -> None:
+    """Write the resolved.yaml of a run."""
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
 
 
 def claimed(folder: Path, cfg: RunConfig) -> RunDirectory:

@@ -10,9 +10,9 @@ import pytest
 from killed_runs import SETTINGS, Reference, uninterrupted
 from qerl_lab.cli import launch
 from qerl_lab.preflight import machine
-from qerl_lab.record.resolved import write_config
 from qerl_lab.tracking import tracker
 from qerl_lab.tracking.mlflow import create_sqlite
+from run_directories import write_config
 from standin import CHILD
 
 

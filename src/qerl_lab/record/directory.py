@@ -18,18 +18,24 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl_lab.config.message import in_one_line
+import yaml
+
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, fill_added_keys, flatten, values_of
+from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.config.keys import FIELDS
+from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
+from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
-from qerl_lab.record import checkpoint, environment, metrics, resolved
+from qerl_lab.record import checkpoint, environment, metrics
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.line_files import SAMPLES_FILE, Sample, encode_samples
 from qerl_lab.record.metrics import METRICS_FILE, MetricsLine
@@ -39,13 +45,15 @@ from qerl_lab.system.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
 if TYPE_CHECKING:
     import pandas as pd
 
-DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
+RESOLVED, DONE, FAILED, QUEUED, TYPED = "resolved.yaml", "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions.json", "eval.parquet"
-ARTIFACTS = (resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
-WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
-MARKS = (resolved.NAME, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
+ARTIFACTS = (RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
+WRITTEN_IN_PLACE = ("", RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
+MARKS = (RESOLVED, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 HALF_A_LINE = "ends in half a line"
-LEFT_BY_A_REFUSED_RUN = {resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
+PUT_BACK = "Put it back as it was (MLflow keeps it among the run's artifacts), or start a new run."
+PARTS = ("format.name", "aqn.schedule", "task.name", "algorithm.name", "rollout.engine")  # users add some of their own
+LEFT_BY_A_REFUSED_RUN = {RESOLVED, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
 
 
 class RunDirectory:
@@ -82,7 +90,8 @@ class RunDirectory:
         """Create the directory, with `cfg` in resolved.yaml and the command `typed` in QUEUED."""
         self.refuse_used()
         make_directory(self.path, f"run_dir={self.path}")
-        resolved.write_config(self.path, cfg)
+        with open(self.path / RESOLVED, "x", encoding="utf-8") as file:  # "x": another process may have been first
+            yaml.safe_dump(asdict(cfg), file, sort_keys=False)
         self._note_command(QUEUED, typed)
 
     def _note_command(self, name: str, typed: TypedCommand) -> None:
@@ -112,7 +121,7 @@ class RunDirectory:
 
         Raises ConfigError if another process holds the lock.
         """
-        with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks only writable files
+        with open(self.path / RESOLVED, "r+", encoding="utf-8") as file:  # NFS locks only writable files
             lock(
                 file,
                 f"another process is running in {self.path}. Wait for it or stop it first. "
@@ -123,12 +132,12 @@ class RunDirectory:
     @property
     def is_claimed(self) -> bool:
         """Tell whether the directory has a resolved.yaml, and so belongs to a run."""
-        return (self.path / resolved.NAME).exists()
+        return (self.path / RESOLVED).exists()
 
     @property
     def status(self) -> str:
         """Return the run's status: `done`, `failed`, `interrupted` (also while it runs) or `not run`."""
-        for name, word in ((DONE, "done"), (FAILED, "failed"), (QUEUED, "not run"), (resolved.NAME, "interrupted")):
+        for name, word in ((DONE, "done"), (FAILED, "failed"), (QUEUED, "not run"), (RESOLVED, "interrupted")):
             if (self.path / name).exists():
                 return word
         return "not run"
@@ -223,7 +232,7 @@ class RunDirectory:
         and writes DONE again.
         """
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
-        resolved.replace_config(self.path, cfg)
+        replace_file(self.path / RESOLVED, yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
     def discard(self, topmost: Path | None) -> None:
         """Delete the files of a run that never started; do nothing if there are any but LEFT_BY_A_REFUSED_RUN.
@@ -246,20 +255,57 @@ class RunDirectory:
     def config(self) -> RunConfig:
         """Read and check resolved.yaml; set `run_dir` to where the directory is now.
 
-        Raises ConfigError if the file is missing, damaged or invalid, or lacks a key.
+        Raises ConfigError if the file is missing, damaged or invalid, or lacks a key, because the default of the key
+        could differ from the value that the run started with. These keys may be missing: keys of sweeps, tracking and
+        the preregistration, keys added later, and model.hash (null: unknown).
         """
-        return resolved.read_config(self.path)
+        path, values = self.path / RESOLVED, self._config_values()
+        try:
+            cfg = from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {_unknown_part(values) or error}") from None
+        known = {*dict(flatten(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
+        lacking = [name for name in values_of(RunConfig()) if name not in known and not name.startswith("tracking.")]
+        if lacking:
+            raise ConfigError(
+                f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {PUT_BACK}"
+            )
+        if cfg.task.module is not None and cfg.task.module_hash is None:  # else any file could run as this user
+            raise ConfigError(
+                f"{path} has task.module={cfg.task.module} without task.module_hash, and every run records the hash of "
+                f"this file. {PUT_BACK}"
+            )
+        cfg.run_dir = str(self.path.absolute())
+        return cfg
 
     def settings(self) -> dict[str, str]:
         """Return the value of every key in resolved.yaml as text, by dotted key, whatever version of the lab wrote it.
 
         Raises ConfigError if the file is missing, cannot be read or has no configuration.
         """
-        return resolved.read_settings(self.path)
+        return fill_added_keys({name: str(value) for name, value in flatten(self._config_values())})
+
+    def _config_values(self) -> dict[str, Any]:
+        """Parse resolved.yaml. Raises ConfigError if it is missing, cannot be read or has no configuration."""
+        path = self.path / RESOLVED
+        if not os.path.isfile(path):  # Path.is_file raises if the name is too long
+            is_folder = os.path.isdir(self.path)
+            what = f"has no {RESOLVED}, so it is no run directory" if is_folder else "is no directory"
+            raise ConfigError(
+                f"{self.path} {what}. "
+                "Type the directory that the run printed, for example runs/nvfp4_aqn/seed0/20260131-120000."
+            )
+        try:
+            values = _parse_yaml(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {in_one_line(error)}. {PUT_BACK}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} holds no configuration. {PUT_BACK}")
+        return values
 
     def config_text(self) -> str:
         """Read resolved.yaml as text. Raises OSError if the file cannot be read."""
-        return (self.path / resolved.NAME).read_text(encoding="utf-8")
+        return (self.path / RESOLVED).read_text(encoding="utf-8")
 
     def check(self) -> None:
         """Raise ConfigError unless a run can be resumed here: its files are writable, and the small files intact.
@@ -284,7 +330,7 @@ class RunDirectory:
         saved = checkpoint.newest(self.checkpoints)
         if saved is None:
             return None
-        saved.refuse_other_config(cfg, self.path / resolved.NAME)
+        saved.refuse_other_config(cfg, self.path / RESOLVED)
         lines = self.metrics()  # raises for a damaged line, and says what to do
         try:
             metrics.check_steps([line for line in lines if line["step"] <= saved.step], saved.step)
@@ -494,3 +540,32 @@ class RunDirectory:
 def is_run(files: Iterable[str]) -> bool:
     """Return whether a folder with files of these names is a run directory."""
     return not set(files).isdisjoint(MARKS)
+
+
+def _unknown_part(values: dict[str, Any]) -> str:
+    """Say which part of the lab the run used that this installation lacks, e.g. its format; "" if it has all `PARTS`.
+
+    `values` are the nested values in resolved.yaml. The checks of a new run would advise another part, and the run
+    would be another one with it.
+    """
+    given = dict(flatten(values))
+    for key in PARTS:
+        known = FIELDS[key].metadata["choices"] or choices_of(key.partition(".")[0])
+        if isinstance(name := given.get(key), str) and name not in known:
+            return (
+                f"the run was made with {key}={name}, which this installation does not know; it knows "
+                f"{', '.join(known)}. Put the files of {name} back: docs/architecture.md lists them (To add something)."
+            )
+    return ""
+
+
+def _parse_yaml(text: str) -> Any:
+    """Parse YAML with libyaml where PyYAML has it: eight times as fast, and a report parses the file of every run.
+
+    PyYAML's own parser reads again what libyaml refuses: it explains errors in its own words, and it accepts the
+    escaped bytes of a path that is not UTF-8. Raises YAMLError if that parser refuses the text too.
+    """
+    if yaml.__with_libyaml__:
+        with suppress(yaml.YAMLError):
+            return yaml.CSafeLoader(text).get_single_data()
+    return yaml.safe_load(text)

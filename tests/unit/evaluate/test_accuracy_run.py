@@ -24,9 +24,9 @@ from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
-from qerl_lab.record import resolved
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
+from run_directories import write_config
 
 MATH500 = '{"problem": "What is $1+1$?", "answer": "2", "unique_id": "a/1"}\n'
 AIME = '{"problem": "What is 1+1?", "answer": "2", "id": 1}\n'
@@ -38,7 +38,7 @@ def run_dir(tiny, build_policy, tmp_path_factory) -> Path:
     cfg = tiny(format__name="nvfp4", rollout__batch_size=8, eval__temperature=1.0, eval__top_p=1.0, eval__samples=3)
     directory = RunDirectory(tmp_path_factory.mktemp("runs"))
     cfg.run_dir = str(directory.path)
-    resolved.write_config(directory.path, cfg)
+    write_config(directory.path, cfg)
     policy.save_adapter(build_policy(cfg).model, directory.adapter)
     directory.finish({"seconds": 1.0})
     return directory.path

@@ -17,12 +17,12 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.metrics import declared_metrics
-from qerl_lab.record.resolved import write_config
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train.__main__ import needs_no_traceback
+from run_directories import write_config
 
 
 @pytest.fixture
