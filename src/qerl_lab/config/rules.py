@@ -1,11 +1,11 @@
 """Build and check a RunConfig from plain values, with every rule that spans several keys. Imports no torch.
 
-Each function `_check_*` yields an error message for each rule that a configuration breaks. `NEEDS` is the table of
+Each function `_check_*` raises ConfigError for the first rule that a configuration breaks. `NEEDS` is the table of
 values that exclude each other.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -133,8 +133,7 @@ def validate(cfg: RunConfig) -> None:
         check_bounds(name, field.metadata, value)
     for check in (_check_addresses, _check_names, _check_order, _check_batch, _check_needs, _check_aqn, _check_learning,
                   _check_engine_options):  # fmt: skip
-        for message in check(cfg):
-            raise ConfigError(message)
+        check(cfg)
 
 
 def check_engine(cfg: RunConfig) -> None:
@@ -142,12 +141,11 @@ def check_engine(cfg: RunConfig) -> None:
 
     For an evaluation, which may replace the engine of a run.
     """
-    for message in _check_needs(cfg, [needs for needs in NEEDS if needs.allowed.startswith("rollout.engine")]):
-        raise ConfigError(message)
+    _check_needs(cfg, [needs for needs in NEEDS if needs.allowed.startswith("rollout.engine")])
 
 
-def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]:
-    """Yield a message for each row of `NEEDS` that the configuration breaks."""
+def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> None:
+    """Raise ConfigError for the first of `rows` that the configuration breaks."""
     values = values_of(cfg)
     for needs in rows:
         if not is_met(needs.given, values) or is_met(needs.allowed, values):
@@ -156,14 +154,14 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]
         but = "anything but " if is_excluded else ""
         is_arm = cfg.experiment != RunConfig().experiment  # which has its format
         remedy = needs.remedy.replace("format=", "+experiment=") if is_arm else needs.remedy
-        yield (
+        raise ConfigError(
             f"{key}={spell_value(values[key])} with {other}={spell_value(values[other])} is not allowed, "
             f"because {needs.why}; allowed with it: {but}{', '.join(allowed)}. Type {remedy}."
         )
 
 
-def _check_addresses(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each URL or path that contains a user, password or token."""
+def _check_addresses(cfg: RunConfig) -> None:
+    """Raise ConfigError if a URL or path contains a user, password or token."""
     store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
     for key, url, remedy in (
         ("tracking.uri", cfg.tracking.uri, store),
@@ -172,31 +170,28 @@ def _check_addresses(cfg: RunConfig) -> Iterator[str]:
         ("rollout.vllm_server.url", cfg.rollout.vllm_server.url, "VLLM_API_KEY=KEY"),
     ):
         if url and (shown := url_without_secrets(url)) != url:
-            yield (
+            raise ConfigError(
                 f"{key}={shown} has a user, a password or a token in it, which every record of the run would keep; "
                 f"allowed: an address without. Type {remedy} in front of the command."
             )
 
 
-def _check_names(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for an empty model.path, and for a format or task that does not exist.
-
-    Raises ConfigError if tracking.uri is not the address of an MLflow store.
-    """
+def _check_names(cfg: RunConfig) -> None:
+    """Raise ConfigError if model.path is empty, format or task does not exist, or tracking.uri is no MLflow store."""
     if cfg.tracking.mlflow and cfg.tracking.uri:
         check_store("tracking.uri", cfg.tracking.uri)
     if not cfg.model.path.strip():
-        yield "model.path= is empty; allowed: hub id, directory, pocket. Type for example model=pocket."
+        raise ConfigError("model.path= is empty; allowed: hub id, directory, pocket. Type for example model=pocket.")
     for group, name in (("format", cfg.format.name), ("task", cfg.task.name)):
         if name not in (options := choices_of(group)):
-            yield (
+            raise ConfigError(
                 f"{group}.name={name} is not allowed; allowed: {', '.join(options)}.{did_you_mean(name, options)} "
                 f"Type for example {group}={default_option_by_group()[group]}."
             )
 
 
-def _check_order(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each lower limit that is above its upper limit."""
+def _check_order(cfg: RunConfig) -> None:
+    """Raise ConfigError if a lower limit is above its upper limit."""
     pairs = [
         ("task.arithmetic.min_steps", "task.arithmetic.max_steps"),
         ("algorithm.overlong_buffer_tokens", "rollout.max_completion_tokens"),
@@ -212,7 +207,7 @@ def _check_order(cfg: RunConfig) -> Iterator[str]:
     for lower, upper in pairs:
         low, high = values[lower], values[upper]
         if low is not None and high is not None and low > high:
-            yield f"{lower}={low} is above {upper}={high}. Type for example {lower}={high}."
+            raise ConfigError(f"{lower}={low} is above {upper}={high}. Type for example {lower}={high}.")
 
 
 def check_store(key: str, uri: str) -> None:
@@ -224,11 +219,11 @@ def check_store(key: str, uri: str) -> None:
         )
 
 
-def _check_batch(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message if prompts cannot be split over GPUs, or completions into updates and micro-batches."""
+def _check_batch(cfg: RunConfig) -> None:
+    """Raise ConfigError if prompts cannot be split over GPUs, or completions into updates and micro-batches."""
     prompts, gpus = cfg.rollout.prompts_per_step, cfg.gpus
     if prompts % gpus:
-        yield (
+        raise ConfigError(
             f"rollout.prompts_per_step={prompts} cannot be split over gpus={gpus}, each of which samples whole groups; "
             f"allowed: a multiple of {gpus}. Type for example gpus={largest_divisor(prompts, gpus)}, or "
             f"rollout.prompts_per_step={-(-prompts // gpus) * gpus}."
@@ -240,9 +235,9 @@ def _check_batch(cfg: RunConfig) -> Iterator[str]:
         f"{batch} completions cannot be split into algorithm.updates_per_rollout={updates} updates"
     )
     if batch % updates:
-        yield f"{said}. Type for example algorithm.updates_per_rollout=1."
+        raise ConfigError(f"{said}. Type for example algorithm.updates_per_rollout=1.")
     elif micro and batch % (updates * micro):  # for null a run chooses a divisor
-        yield (
+        raise ConfigError(
             f"{said} of optim.micro_batch_size={micro}; {batch} must be a multiple of {updates * micro}. "
             f"Type for example optim.micro_batch_size={largest_divisor(batch // updates, micro)}."
         )
@@ -253,11 +248,11 @@ def largest_divisor(number: int, at_most: int) -> int:
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
-def _check_aqn(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each setting of the noise that would add none, or that its schedule cannot use."""
+def _check_aqn(cfg: RunConfig) -> None:
+    """Raise ConfigError if the noise would be none, or if its schedule cannot use a setting."""
     aqn, unit = cfg.aqn, cfg.aqn.unit
     if not aqn.norms:
-        yield (
+        raise ConfigError(
             "aqn.norms=[] names no layer for the noise; allowed: one norm or more. "
             "Leave aqn.norms out (aqn=off is no noise), or type for example aqn.norms=[input_layernorm]."
         )
@@ -266,48 +261,48 @@ def _check_aqn(cfg: RunConfig) -> Iterator[str]:
     start, end, example = ("kl_start", "kl_end", "3e-3") if unit == "kl" else ("sigma_start", "sigma_end", "0.01")
     first, last = getattr(aqn, start), getattr(aqn, end)
     if first == 0:
-        yield (
+        raise ConfigError(
             f"aqn.schedule={aqn.schedule} with aqn.{start}=0 adds no noise; allowed: above 0. "
             f"Type aqn=off, or for example aqn.{start}={example}."
         )
     if aqn.schedule == "exponential" and last == 0:
-        yield (
+        raise ConfigError(
             f"aqn.schedule=exponential never reaches aqn.{end}=0 (Eq. 8 takes the ratio {end} / {start}); "
             f"allowed: above 0. Type for example aqn.{end}={'1e-4' if unit == 'kl' else '5e-4'} or aqn=linear."
         )
     if aqn.stages == 1 and aqn.reading != "equation" and aqn.schedule != "adaptive":
         more = "aqn.stages=2, or " if cfg.steps > 1 else ""  # one step is in stage 1, however many stages there are
-        yield (
+        raise ConfigError(
             f"aqn.stages=1 with aqn.reading={aqn.reading} never adds noise, because that reading keeps stage 1 clean. "
             f"Type {more}aqn.reading=equation."
         )
 
 
-def _check_learning(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each setting of loss, rewards, adapters or evaluation that cannot work."""
+def _check_learning(cfg: RunConfig) -> None:
+    """Raise ConfigError if a setting of loss, rewards, adapters or evaluation cannot work."""
     algorithm, task = cfg.algorithm, cfg.task
     # The KL of a token times the ratio of its completion estimates no KL.
     if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":
-        yield (
+        raise ConfigError(
             f"algorithm.kl_estimator={algorithm.kl_estimator} multiplies the KL of a token by its ratio, and with "
             "algorithm.name=gspo there is one of the whole completion only; allowed: k3. "
             "Type algorithm.kl_estimator=k3, or algorithm.beta=0."
         )
     further = task.module is not None or (task.name == "code_io" and task.code_io.tests_reward > 0)
     if task.format_reward == task.answer_reward == 0 and not further:
-        yield (
+        raise ConfigError(
             "task.format_reward=0 and task.answer_reward=0 reward nothing, so that nothing can be learned; "
             "allowed: one of them above 0. Type for example task.answer_reward=1."
         )
     if not cfg.lora.target_modules or "lm_head" in cfg.lora.target_modules:
-        yield (
+        raise ConfigError(
             f"lora.target_modules={cfg.lora.target_modules} is not allowed; allowed: a non-empty list without lm_head "
             "(the loss reads lm_head.weight itself, so an adapter there would never train). "
             "Type for example lora.target_modules=[q_proj,v_proj]."
         )
     check_patterns("format.ignore", cfg.format.ignore)
     if cfg.eval.questions == 1:
-        yield (
+        raise ConfigError(
             "eval.questions=1 is not allowed, because the interval of the accuracy's gain needs two questions; "
             "allowed: 0 (no evaluation), or 2 and more. Type for example eval.questions=256."
         )
@@ -325,16 +320,13 @@ def check_patterns(name: str, entries: list[str]) -> None:
             ) from None
 
 
-def _check_engine_options(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each option of a rollout engine that cannot work, and no row of `NEEDS` covers.
-
-    Raises ConfigError instead if device=cpu was given and vLLM needs a GPU for this run.
-    """
+def _check_engine_options(cfg: RunConfig) -> None:
+    """Raise ConfigError if an option of a rollout engine cannot work, where no row of `NEEDS` says so."""
     own, rollout, rank = cfg.rollout.vllm, cfg.rollout, cfg.lora.rank
     if cfg.device == "cpu":
         check_engine_on_cpu(cfg, "device=cpu was given")
     if own.linear_backend == "fp4_tiles" and not fp4_tiles_takes_rank(rank):
-        yield (
+        raise ConfigError(
             f"rollout.vllm.linear_backend=fp4_tiles with lora.rank={rank} is not allowed; allowed with it: a rank in "
             f"multiples of {TILES_RANKS} up to {TILES_MAX_RANK}. Type rollout.vllm.linear_backend=auto."
         )
@@ -343,14 +335,13 @@ def _check_engine_options(cfg: RunConfig) -> Iterator[str]:
     server = rollout.vllm_server
     found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?/?", server.url)
     if found is None:
-        yield (
+        raise ConfigError(
             f"rollout.vllm_server.url={server.url} is no address of a server; allowed: http://HOST:PORT. "
             f"Type for example rollout.vllm_server.url={VllmServerConfig().url}."
         )
-        return
     is_here = found[1] in ("localhost", "[::1]") or re.fullmatch(r"127(\.\d{1,3}){3}", found[1]) is not None
     if not is_here and server.adapter_dir is None:  # the server reads the adapter from a shared folder
-        yield (
+        raise ConfigError(
             f"rollout.vllm_server.url={server.url} is another host, and the server reads the adapter's files itself. "
             "Type rollout.vllm_server.adapter_dir=DIR, a folder that both hosts see under one path."
         )
