@@ -35,8 +35,9 @@ LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two checks fo
 def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) -> None:
     """Run all jobs of a sweep that are not done. Return when all have ended or a signal has stopped the sweep.
 
-    `command` is the typed line, recorded in runs that resume. `variables` are added to the environment of the jobs.
-    Raises ConfigError if another command runs this sweep.
+    A signal creates STOP_FILE, so that running jobs save and stop, and no other job starts. A second SIGINT writes
+    ABORT into it, so that running jobs are killed. `command` is the typed line, recorded in runs that resume.
+    `variables` are added to the environment of the jobs. Raises ConfigError if another command runs this sweep.
     """
     stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
@@ -46,6 +47,17 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
         config = replace(RunDirectory(job.run_dir).config(), **as_typed)
         typed = TypedCommand(command, job.overrides, sweep)
         sweep_jobs.append(SweepJob(config, job.run_dir, typed, stop_file, variables or {}))
+
+    def stop_jobs(number: int, frame: FrameType | None) -> None:
+        exits.STOPS.append(number)
+        if number == signal.SIGINT:
+            if stop_file.exists():
+                stop_file.write_text(launch.ABORT, encoding="utf-8")
+                exits.say_now(launch.ABORTING)
+                raise KeyboardInterrupt
+            exits.say_now(launch.STOPPING)
+        stop_file.touch()
+
     with jobs.locked_sweep(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         if not left:
@@ -58,7 +70,7 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
                 submitted = cluster.submit_to_ray(sweep_jobs)
             case _:
                 submitted = run_locally(sweep_jobs)
-        with _stop_at_signals(stop_file):
+        with launch.handle_stop_signals(stop_jobs):
             progress = SweepProgress(plan.jobs, left, stop_file)
             with submitted as outcomes:
                 _show_until_done(dict(zip(outcomes, left, strict=True)), progress, stop_file)
@@ -83,27 +95,6 @@ def _show_until_done(waiting: dict[Any, Job], progress: SweepProgress, stop_file
                 del waiting[outcome]
         time.sleep(LOOK_SECONDS[next(iter(waiting.values())).config.launcher] if waiting else 0)
     progress.close()
-
-
-@contextmanager
-def _stop_at_signals(stop_file: Path) -> Iterator[None]:
-    """Context manager: on a signal create `stop_file`, so that running jobs save and stop, and no other job starts.
-
-    A second SIGINT writes ABORT into the file, so that running jobs are killed, and raises KeyboardInterrupt.
-    """
-
-    def stop_jobs(number: int, frame: FrameType | None) -> None:
-        exits.STOPS.append(number)
-        if number == signal.SIGINT:
-            if stop_file.exists():
-                stop_file.write_text(launch.ABORT, encoding="utf-8")
-                exits.say_now(launch.ABORTING)
-                raise KeyboardInterrupt
-            exits.say_now(launch.STOPPING)
-        stop_file.touch()
-
-    with launch.handle_stop_signals(stop_jobs):
-        yield
 
 
 def finish(plan: Plan) -> int:
@@ -138,8 +129,12 @@ class GpuPool:
 
         Yields the names of the GPUs for CUDA_VISIBLE_DEVICES.
         """
-        with self._one_takes:
-            taken = [self._take_one() for _ in range(count)]
+        taken = list[str]()
+        with self._one_takes, self._changed:
+            while len(taken) < count:
+                self._changed.wait_for(lambda: any(self._room.values()))
+                taken.append(max(self._room, key=self._room.__getitem__))  # the GPU with the fewest jobs
+                self._room[taken[-1]] -= 1
         try:
             yield taken
         finally:
@@ -147,14 +142,6 @@ class GpuPool:
                 for name in taken:
                     self._room[name] += 1
                 self._changed.notify()
-
-    def _take_one(self) -> str:
-        """Wait until a GPU has room, reserve a place on the GPU with the fewest jobs, and return the GPU's name."""
-        with self._changed:
-            self._changed.wait_for(lambda: any(self._room.values()))
-            name = max(self._room, key=self._room.__getitem__)
-            self._room[name] -= 1
-            return name
 
 
 def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:

@@ -125,15 +125,8 @@ def fill_added_keys(settings: Mapping[str, str]) -> dict[str, str]:
 
     Adds missing keys of `ADDED` and drops keys of `REMOVED`.
     """
-    return drop_removed_keys({name: str(value) for name, value in ADDED.items()} | dict(settings))
-
-
-def drop_removed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings (value by dotted key) without the keys in `REMOVED`.
-
-    Older runs recorded these keys, and the schema no longer has them.
-    """
-    return {name: value for name, value in values.items() if name not in REMOVED}
+    complete = {name: str(value) for name, value in ADDED.items()} | dict(settings)
+    return {name: value for name, value in complete.items() if name not in REMOVED}
 
 
 def model_by_content(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.arm import ADDED, drop_removed_keys, settings_of_run
+from qerl_lab.config.arm import ADDED, REMOVED, settings_of_run
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import sha256
@@ -51,7 +51,8 @@ class Saved:
         `where` is the file that `cfg` was read from; the message names it. A larger number of steps is allowed if the
         run was extended after this checkpoint.
         """
-        then, now = drop_removed_keys({**ADDED, **self.config}), settings_of_run(cfg)
+        then = {key: value for key, value in {**ADDED, **self.config}.items() if key not in REMOVED}
+        now = settings_of_run(cfg)
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
             now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
         changed = []
