@@ -94,13 +94,13 @@ def plan(options: PlanOptions) -> None:
     queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
-    all_left = _chosen_runs(queue.left(), queue, options)
+    parts = _chosen_parts(queue, options)
+    all_left = [planned for planned in queue.left() if planned.part_in(parts)]
 
     def hours(runs: Sequence[Planned]) -> float:
         """Return the hours that `runs` take, `at_once` of them at a time."""
         return sum(map(queue.estimate_seconds, runs)) / at_once / 3600
 
-    parts = _chosen_parts(queue, options)
     for part in parts:
         runs = [planned for planned in queue.runs if planned.part_in(parts) is part]
         left = [planned for planned in all_left if planned.part_in(parts) is part]
@@ -112,8 +112,16 @@ def plan(options: PlanOptions) -> None:
     for planned in queue.runs:
         if queue.failures(planned.key) and planned not in queue.left() and not queue.is_done(planned.key):
             print(f"failed {queue.failures(planned.key)} times, not planned again: {planned.key}")
-    for note in _notes_on_preregistration(queue):
-        print(note)
+    known = {planned.key for planned in queue.runs}
+    names = dict.fromkeys(row["run"] for row in queue.of_another_preregistration())
+    past, here = [name for name in names if name not in known], [name for name in names if name in known]
+    made = f"made under another {PREREGISTRATION}"
+    for named, said in (
+        (past, f"{made} and used by no verdict"),
+        (here, f"of this queue {made}; to make such a run under the present file, take its row out of ledger.csv"),
+    ):
+        if named:
+            print(f"{with_noun(len(named), 'run')} {said}: {', '.join(named)}")
     spent = 0.0
     for planned in all_left:
         needed, remaining = queue.estimate_seconds(planned) / at_once / 60, options.minutes - spent
@@ -128,19 +136,6 @@ def plan(options: PlanOptions) -> None:
         print(f"python -m qerl_lab {shlex.join(planned.words)}")
 
 
-def _notes_on_preregistration(queue: Queue) -> list[str]:
-    """Return up to two lines that name the runs made under another PREREGISTRATION.md, and say what follows from it."""
-    planned = {run.key for run in queue.runs}
-    names = dict.fromkeys(row["run"] for row in queue.of_another_preregistration())
-    past, here = [name for name in names if name not in planned], [name for name in names if name in planned]
-    made = f"made under another {PREREGISTRATION}"
-    notes = (
-        (past, f"{made} and used by no verdict"),
-        (here, f"of this queue {made}; to make such a run under the present file, take its row out of ledger.csv"),
-    )
-    return [f"{with_noun(len(runs), 'run')} {said}: {', '.join(runs)}" for runs, said in notes if runs]
-
-
 def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
     """Return the parts of the queue that `options.parts` names, by default all. Raises ConfigError for a wrong name."""
     known = [part.name for part in queue.parts]
@@ -149,12 +144,6 @@ def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
             hint = did_you_mean(name, known) or f" Type for example parts={known[0]}."
             raise ConfigError(f"parts={name} is not a part of the queue; allowed: {', '.join(known)}.{hint}")
     return [part for part in queue.parts if not options.parts or part.name in options.parts]
-
-
-def _chosen_runs(runs: Sequence[Planned], queue: Queue, options: PlanOptions) -> list[Planned]:
-    """Return those of `runs` that a part in `options.parts` lists. Raises ConfigError for a wrong name of a part."""
-    parts = _chosen_parts(queue, options)
-    return [planned for planned in runs if planned.part_in(parts)]
 
 
 def run(options: RunOptions) -> None:
@@ -167,11 +156,12 @@ def run(options: RunOptions) -> None:
     queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     pack = Path(options.pack)
     make_directory(pack, f"pack={pack}")
-    waiting = _chosen_runs(queue.left(), queue, options)
+    parts = _chosen_parts(queue, options)
+    waiting = [planned for planned in queue.left() if planned.part_in(parts)]
     queue.refuse_unregistered(waiting)
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())
-    done = [planned for planned in _chosen_runs(queue.runs, queue, options) if queue.is_done(planned.key)]
+    done = [planned for planned in queue.runs if planned.part_in(parts) and queue.is_done(planned.key)]
     to_make = [planned for planned in done if machine.lacks_evaluations(planned)]
     for planned in waiting:
         if machine.is_whole(planned):
