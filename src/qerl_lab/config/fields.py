@@ -43,19 +43,13 @@ def check_fields(
     found = {name: value for name, value in values.items() if name in needed or value is not None}
     for name, value in found.items():
         kind = needed.get(name) or optional[name]
-        if not _is_of_kind(value, kind):
+        fits = bool in kind.types if isinstance(value, bool) else isinstance(value, kind.types)  # a bool is no number
+        if fits and kind.items is not None:
+            fits = all(type(item) is kind.items for item in value)
+        if not fits:
             said = f"{where}: {name}={spell_value(value)} is no {kind.name}"
             raise ValueError(f"{said}; write for example {name}: {kind.example}")
     return found
-
-
-def _is_of_kind(value: Any, kind: Kind) -> bool:
-    """Tell whether a value has a type that its kind allows; in a list, its items too. A bool is no number."""
-    if isinstance(value, bool):
-        return bool in kind.types
-    if kind.items is not None and isinstance(value, list):
-        return all(type(item) is kind.items for item in value)
-    return isinstance(value, kind.types)
 
 
 def parse_number(value: int | float | str, where: str, above: float = -math.inf) -> float:

@@ -19,6 +19,7 @@ from qerl_lab.model import adapter_files, gguf, on_disk
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.system import memory
 from qerl_lab.system.disk import cache_folder, hub_home
+from qerl_lab.tasks import question_files
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
 RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, rounded up
@@ -36,7 +37,10 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     """
     on_disk.check_content(cfg)
     folder = on_disk.local_path(cfg.model.path)
-    question_counts.check_path(cfg.task.path)  # what is missing is said before what does not fit
+    if cfg.task.path is not None:
+        if not cfg.task.path.strip():
+            raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
+        question_files.is_local(cfg.task.path)  # what is missing is said before what does not fit
     if folder is not None:
         on_disk.check(folder, cfg)
     if cfg.lora.start_from is not None:

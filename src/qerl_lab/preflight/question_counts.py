@@ -18,38 +18,26 @@ from qerl_lab.tasks import arithmetic, question_files
 
 
 def check(cfg: RunConfig) -> list[str]:
-    """Return notes to print: warnings of the task, such as rows left out, and settings that ask for too many questions.
+    """Return notes to print: on an unfit task, on rows left out, and on settings that ask for too many questions.
 
     Counts only questions that are on this machine. Raises ConfigError for a task that is for evaluation only, or too
     few questions to train on or to evaluate.
     """
     tasks.check_trains(cfg.task)
-    said = _note_other_task(cfg)
+    has_own_questions = cfg.task.module is not None and not tasks.is_on_the_hub(cfg.task)
+    said = list[str]()
+    if cfg.model.path == POCKET and cfg.task.name != ARITHMETIC and not has_own_questions:
+        said.append(
+            f"model={POCKET} was trained on task={ARITHMETIC} alone: expect no right answer to task={cfg.task.name}, "
+            "and nothing to learn but the format. "
+            "Type scale=smollm2, or scale=custom model.path=DIR, for a language model"
+        )
     if not are_questions_here(cfg):
         return said
     if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
         return note_cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
     found = _load_task(json.dumps(asdict(cfg.task)))
     return [*said, *found.warnings, *note_cut_questions(cfg, len(found.train), len(found.heldout))]
-
-
-def check_path(path: str | None) -> None:
-    """Raise ConfigError if `path`, the value of task.path, is blank, or is neither on this machine nor a hub id."""
-    if path is not None and not path.strip():
-        raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
-    if path is not None:
-        question_files.is_local(path)
-
-
-def _note_other_task(cfg: RunConfig) -> list[str]:
-    """Return a note if the embedded policy would train on questions of another task than the one it was made for."""
-    has_own_questions = cfg.task.module is not None and not tasks.is_on_the_hub(cfg.task)
-    if cfg.model.path != POCKET or cfg.task.name == ARITHMETIC or has_own_questions:
-        return []
-    return [
-        f"model={POCKET} was trained on task={ARITHMETIC} alone: expect no right answer to task={cfg.task.name}, and "
-        "nothing to learn but the format. Type scale=smollm2, or scale=custom model.path=DIR, for a language model"
-    ]
 
 
 def recorded_questions(cfg: RunConfig) -> Mapping[str, Any]:

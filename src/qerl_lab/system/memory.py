@@ -16,16 +16,11 @@ def size_bytes() -> int | None:
 
     If a control group of this process has a lower limit, returns the lowest limit.
     """
-    known = _meminfo()
+    text = INFO.read_text() if INFO.is_file() else ""
+    known = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
     if "MemTotal" not in known:
         return None
     return min([known["MemTotal"] + known.get("SwapTotal", 0), *_limits()])
-
-
-def _meminfo() -> dict[str, int]:
-    """Return the entries of /proc/meminfo in bytes, by name; empty if the file is missing."""
-    text = INFO.read_text() if INFO.is_file() else ""
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
 
 
 def _limits() -> Iterator[int]:

@@ -252,7 +252,7 @@ class Machine:
 
         Returns whether the training ended, done or failed. `visible` holds the environment variables that choose the
         GPU. A new run that does not fit the time left is not started. The first pack keeps the training if the time
-        ends, or the machine is lost, during an evaluation.
+        ends, or the machine is lost, during an evaluation. Raises ConfigError if the main command refuses a new run.
         """
         run, now = RunDirectory(self.run_folder(planned)), time.monotonic()
         minutes = self.options.lease or self.options.minutes
@@ -260,7 +260,16 @@ class Machine:
         if now > self.until - START_SECONDS or not (fits or run.is_claimed):
             return False
         start = time.time()
-        code = OK if run.status == DONE else self._train_run(planned, run, visible)
+        code: int | None = OK
+        if run.status != DONE:
+            words = [f"resume={run.path}"]
+            if not run.is_claimed:
+                here = split_words(self.options.here, f"here={self.options.here}")
+                words = [*queue_file.join_overrides(here, planned.words), f"run_dir={run.path}"]
+            code = self._call(planned, ["-m", "qerl_lab", *words], visible)
+            if code == USAGE and not run.is_claimed:
+                said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'the command printed nothing'}")
         failed = run.status == FAILED and code in (FAILURE, USAGE)  # else FAILED may be of the attempt before
         if run.status != DONE and not failed:
             return False
@@ -283,23 +292,6 @@ class Machine:
             self._write_row(planned, run, start, seconds, evaluated)
             self.pack(planned)
         return True
-
-    def _train_run(self, planned: Planned, run: RunDirectory, visible: Mapping[str, str]) -> int | None:
-        """Start a run with the main command, or resume it. Returns the exit code, or None if the time is up.
-
-        Raises ConfigError if the command refuses the overrides of a new run.
-        """
-        words = [f"resume={run.path}"]
-        if not run.is_claimed:
-            words = [
-                *queue_file.join_overrides(split_words(self.options.here, f"here={self.options.here}"), planned.words),
-                f"run_dir={run.path}",
-            ]
-        code = self._call(planned, ["-m", "qerl_lab", *words], visible)
-        if code == USAGE and not run.is_claimed:
-            said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'the command printed nothing'}")
-        return code
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         """Run Python with arguments `words` and environment variables `visible`; append its output to `_console_file`.

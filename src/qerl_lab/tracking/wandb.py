@@ -24,10 +24,13 @@ class WandbMirror:
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
         import wandb
+        from requests.utils import get_netrc_auth
 
         self._directory, self._offset = directory, 0
         key = str(directory.mirror()["key"])
         began = directory.environment()
+        store = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+        has_key = "WANDB_API_KEY" in os.environ or get_netrc_auth(store)  # else the client would ask
         self._run: Any = wandb.init(
             project=cfg.tracking.experiment,
             id=key,
@@ -35,7 +38,7 @@ class WandbMirror:
             name=run_name(cfg, began.get("words") or []),
             dir=str(directory.path),
             config=params(cfg) | {"tags": tags(cfg, directory, key)},
-            mode=os.environ.get("WANDB_MODE") or ("online" if _is_logged_in() else "offline"),
+            mode=os.environ.get("WANDB_MODE") or ("online" if has_key else "offline"),
             settings=wandb.Settings(console="off", silent=True),
         )
         self._first = self._run.step  # first step to send: 0, or the one after the last step in W&B
@@ -57,12 +60,3 @@ class WandbMirror:
         self._run.log_artifact(record)
         self._run.summary.update(dict(result))
         self._run.finish(exit_code=EXIT_CODES[status])
-
-
-def _is_logged_in() -> bool:
-    """Tell whether the wandb client has a key; without one it would ask on the terminal."""
-    from requests.utils import get_netrc_auth
-
-    return "WANDB_API_KEY" in os.environ or bool(
-        get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    )
