@@ -18,8 +18,8 @@ from qerl_lab.config.option import ConfigError, parse_json
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
-def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
-    """Lock an open file or directory until it is closed. Return True if locked, False if the file system has no locks.
+def lock(opened: int | TextIO, refusal: str | None = None) -> None:
+    """Lock an open file or directory until it is closed. Does nothing if the file system has no locks.
 
     If another process holds the lock, waits, or with `refusal` raises ConfigError with that text. A child process that
     inherits the open file keeps the lock.
@@ -31,19 +31,15 @@ def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        return False
-    return True
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[bool]:
-    """Context manager: lock a folder, after waiting for other processes that hold the lock.
-
-    Yields True if locked, False if the file system has no locks.
-    """
+def exclusive(folder: Path) -> Iterator[None]:
+    """Context manager: lock a folder, after waiting for other processes that hold the lock."""
     held = os.open(folder, os.O_RDONLY)
     try:
-        yield lock(held)
+        lock(held)
+        yield
     finally:
         os.close(held)
 
