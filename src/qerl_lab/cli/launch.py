@@ -158,14 +158,17 @@ def _run_processes(
 
     Signals to this process are forwarded as SIGTERM, so that the processes finish their step and save. A second SIGINT
     kills them. A terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there, because only this
-    process counts signals.
+    process counts signals. Once the stop file of `sweep_job` exists, the processes are terminated, or killed if it
+    contains ABORT. After a failure the others are killed GRACE_SECONDS later.
     """
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
     stop_file = sweep_job.stop_file if sweep_job else None
 
     def is_aborted() -> bool:
-        return received.count(signal.SIGINT) > 1 or _abort_requested(stop_file)
+        if received.count(signal.SIGINT) > 1:
+            return True
+        return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
 
     def forward_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -189,34 +192,19 @@ def _run_processes(
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for child in children if received else ():  # a signal may have come before the first child
             child.terminate()
-        rank = _wait_for_children(children, stop_file)
+        first, deadline = None, math.inf
+        while running := [child for child in children if child.poll() is None]:
+            if first is None and (first := _first_failed(children)) is not None:
+                deadline = time.monotonic() + GRACE_SECONDS
+            for child in running:
+                if time.monotonic() > deadline or is_aborted():
+                    child.kill()
+                elif stop_file is not None and stop_file.exists():
+                    child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                running[0].wait(None if len(children) == 1 and stop_file is None else LOOK_SECONDS)
+    rank = (_first_failed(children) if first is None else first) or 0
     return -signal.SIGINT if is_aborted() else children[rank].returncode, rank
-
-
-def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
-    """Wait for every process, in order of rank; return the rank of the first that failed, or 0.
-
-    Kills the others GRACE_SECONDS after a failure. Once `stop_file` exists, terminates all, so that they save; kills
-    all if the file contains ABORT.
-    """
-    first, deadline = None, math.inf
-    while running := [child for child in children if child.poll() is None]:
-        if first is None and (first := _first_failed(children)) is not None:
-            deadline = time.monotonic() + GRACE_SECONDS
-        for child in running:
-            if time.monotonic() > deadline or _abort_requested(stop_file):
-                child.kill()
-            elif stop_file is not None and stop_file.exists():
-                child.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            running[0].wait(None if len(children) == 1 and stop_file is None else LOOK_SECONDS)
-    first = _first_failed(children) if first is None else first
-    return first or 0
-
-
-def _abort_requested(stop_file: Path | None) -> bool:
-    """Tell whether the stop file exists and asks to kill running jobs."""
-    return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
