@@ -161,13 +161,18 @@ def run(options: RunOptions) -> None:
     queue.refuse_unregistered(waiting)
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())
-    done = [planned for planned in queue.runs if planned.part_in(parts) and queue.is_done(planned.key)]
-    to_make = [planned for planned in done if machine.lacks_evaluations(planned)]
+    to_make = list[Planned]()
+    for planned in queue.runs:
+        if planned.part_in(parts) and queue.is_done(planned.key):
+            row = machine.ended_row(planned)
+            if row and row["state"] == DONE and queue.has(row) and queue_file.missing_evaluations(row):
+                to_make.append(planned)  # else it is whole, or another attempt counts
     for planned in waiting:
-        if machine.is_whole(planned):
-            machine.pack(planned)  # again, because its pack may have been lost
-        else:
+        row = machine.ended_row(planned)
+        if row is None or (queue_file.missing_evaluations(row) if row["state"] == DONE else queue.has(row)):
             to_make.append(planned)
+        else:  # it ended here, and only its collection is missing
+            machine.pack(planned)  # again, because its pack may have been lost
 
     def stop(number: int, frame: FrameType | None) -> None:
         """Handle a signal: tell the threads to stop their runs, because the signal may reach this process alone."""
@@ -211,30 +216,10 @@ class Machine:
         file = self.run_folder(planned) / ROW
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
-    def _row(self, planned: Planned) -> Row | None:
+    def ended_row(self, planned: Planned) -> Row | None:
         """Return the row of the last attempt that ended here; None if there is none, or if it was continued since."""
         row = self._last_row(planned)
         return row if row and row["state"] == RunDirectory(self.run_folder(planned)).status else None
-
-    def lacks_evaluations(self, planned: Planned) -> bool:
-        """Tell whether the run's training is done here, but not all of its evaluations.
-
-        False if the ledger has the run from another attempt, because this attempt does not count then.
-        """
-        row = self._row(planned)
-        if row is None or row["state"] != DONE or (self.queue.is_done(planned.key) and not self.queue.has(row)):
-            return False
-        return queue_file.missing_evaluations(row) > 0
-
-    def is_whole(self, planned: Planned) -> bool:
-        """Tell whether the run ended here, and only its collection is missing.
-
-        False for a failure that the ledger already has: the run is planned once more then.
-        """
-        row = self._row(planned)
-        if row is None or self.lacks_evaluations(planned):
-            return False
-        return row["state"] == DONE or not self.queue.has(row)
 
     def make(self, planned: Planned, number: int) -> bool:
         """Wait for a free place on a GPU, then train and evaluate a run there (see `make_on`).
