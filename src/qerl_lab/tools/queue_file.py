@@ -208,20 +208,18 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     runs: dict[str, Planned] = {}
     folder, words = path.parent, content.get("words", [])
     claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
-    listed: list[Planned] = []
     with terminal.Amount("composing the runs", len(parts), unit="part") as bar:  # takes ten seconds for 300 runs
         for part in parts:
-            listed += _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra)
+            for run in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
+                known = runs.setdefault(run.key, run)
+                if known.part.preregistered != part.preregistered:
+                    raise ConfigError(
+                        f"{path}: parts {known.part.name} and {part.name} both list {run.key}, and only one of them "
+                        "is preregistered. Give one part other seeds or lines."
+                    )
+                if part not in known.parts:
+                    runs[run.key] = replace(known, parts=[*known.parts, part])
             bar.advance(1)
-    for run in listed:
-        known, part = runs.setdefault(run.key, run), run.part
-        if known.part.preregistered != part.preregistered:
-            raise ConfigError(
-                f"{path}: parts {known.part.name} and {part.name} both list {run.key}, and only one of them is "
-                "preregistered. Give one part other seeds or lines."
-            )
-        if part not in known.parts:
-            runs[run.key] = replace(known, parts=[*known.parts, part])
     return Queue(folder, parts, list(runs.values()), read_ledger(folder), seconds)
 
 
