@@ -67,11 +67,10 @@ def _has_same_run(job: Job) -> bool:
         return False
     try:
         recorded, data = run.settings(), run.environment().get("data") or {}
-    except (ConfigError, OSError, UnicodeDecodeError):
+    except ConfigError:
         return False
-    if settings_of_arm(recorded) != settings_of_arm(wanted):
-        return False
-    if any(recorded.get(key) != wanted[key] for key in ("seed", "gpus")):
+    is_same_arm = settings_of_arm(recorded) == settings_of_arm(wanted)
+    if not is_same_arm or any(recorded.get(key) != wanted[key] for key in ("seed", "gpus")):
         return False
     try:
         data_now = question_counts.recorded_questions(job.config) if data else {}
