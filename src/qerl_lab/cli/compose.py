@@ -102,7 +102,8 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     """
     typed = _typed_words(cfg.hydra.overrides.task)
     job = _checked_job(0, cfg, typed, loader)
-    of_sweeps = [word for word in job.overrides if word.partition("=")[0] in OF_SWEEPS]
+    others = {*OF_SWEEPS} - {"jobs_per_gpu"}  # which tells a run that others, started by hand, share its GPU
+    of_sweeps = [word for word in job.overrides if word.partition("=")[0] in others]
     of_sweeps += [
         word for word in _typed_words(cfg.hydra.overrides.hydra) if word.lstrip("+").startswith("hydra.sweep.")
     ]

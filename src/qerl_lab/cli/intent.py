@@ -71,7 +71,6 @@ VARIANTS = (
     Variant("lora. rollout.vllm.lora", "lora.rank!=0", "lora=rank32"),
     Variant("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
             "rollout.importance_correction=token_truncate"),
-    Variant("jobs_per_gpu", "jobs!=1", "jobs=2"),
     Variant("slurm", "launcher=slurm", "launcher=slurm"),
     Variant("algorithm.max_resamples", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true"),
     Variant("algorithm.kl_estimator", "algorithm.beta!=0", "algorithm.beta=0.001"),

@@ -428,7 +428,7 @@ class RunConfig:
     rerun: bool = option(False, "sweep: make all runs anew, in another directory, even if the same line has made them")
     jobs: int = option(1, "sweep: jobs at once; on a CPU add cpu_threads=1", at_least=1, at_most=1024)
     jobs_per_gpu: int = option(
-        1, "sweep with jobs above 1: jobs that share a GPU; 1: each has its own", at_least=1, at_most=64
+        1, "jobs that share a GPU, of a sweep or by hand; each takes its part of the memory", at_least=1, at_most=64
     )
     launcher: str = option(
         "local", "sweep: where jobs run: here, or on a cluster that shares this directory", choices=LAUNCHERS

@@ -16,9 +16,9 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
+from qerl_lab.model.gpu_memory import free_bytes
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine
-from qerl_lab.rollout.vllm.kv_cache import free_bytes
 from qerl_lab.train import out_of_memory
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Stop
@@ -75,9 +75,7 @@ def budget_bytes(cfg: RunConfig, policy: Policy) -> int:
     while there are no activations, in memory that torch then gives it. With jobs_per_gpu jobs on the GPU, at most this
     job's part of the card counts, because the others may start later.
     """
-    free, (_, total) = free_bytes(policy.device), torch.cuda.mem_get_info(policy.device)
-    own = torch.cuda.memory_reserved(policy.device)
-    free = min(free, total // min(cfg.jobs, cfg.jobs_per_gpu) - own)
+    free = free_bytes(policy.device, cfg.jobs_per_gpu)
     trained = sum(parameter.numel() for parameter in policy.model.parameters() if parameter.requires_grad)
     return max(0, int(SHARE * free) - trained * cfg.optim.moment_bytes)
 

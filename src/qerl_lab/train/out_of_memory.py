@@ -69,7 +69,7 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
     found = bytes_by_owner(policy, held_by_engine)
     shares = _format_gib_by_owner(found)
     remedies = []
-    if found.get(OTHERS, 0) > MUCH:
+    if cfg.jobs_per_gpu > 1 or found.get(OTHERS, 0) > MUCH:
         remedies.append("a smaller jobs_per_gpu")
     at_once = cfg.optim.completions_at_once
     if at_once > 1:

@@ -21,6 +21,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
 from qerl_lab.model import dense, linear, on_disk
+from qerl_lab.model.gpu_memory import limit_to_part
 from qerl_lab.model.policy import Policy, device_of, load_adapter
 from qerl_lab.model.policy import build as build_policy
 from qerl_lab.model.weight_files import local_folder
@@ -151,6 +152,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     device = device_of(cfg.device)
+    limit_to_part(device, cfg.jobs_per_gpu)
     preflight.check_engine(cfg)
     ranks = join(cfg, device)
     saved = directory.starting_point(cfg)

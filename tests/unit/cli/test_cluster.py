@@ -60,11 +60,11 @@ def test_a_job_asks_slurm_for_what_it_uses_unless_the_flags_do(device: str, flag
     assert cluster.resources_to_request(configs, cluster.parse_sbatch_flags(flags)) == needs
 
 
-@pytest.mark.parametrize(("jobs", "share", "gpus"), [(8, 2, 0.5), (2, 4, 0.5)])
+@pytest.mark.parametrize(("jobs", "share", "gpus"), [(8, 2, 0.5), (2, 4, 0.25)])
 def test_a_job_asks_ray_for_the_part_of_a_gpu_that_it_counts_on(
     monkeypatch: pytest.MonkeyPatch, jobs: int, share: int, gpus: float
 ) -> None:
-    """A job sizes its micro-batches for as many jobs on its GPU as may run at once."""
+    """A job takes as much of the GPU's memory."""
     asked = dict[str, float]()
 
     def remote(**needs: float) -> Callable[..., SimpleNamespace]:

@@ -119,7 +119,6 @@ def refused(line: str, capsys) -> str:
         ("-m seed=0,1,0", ["jobs 0 and 2 are the same run (seed=0)", "Leave out one"]),
         # words about jobs where they do nothing
         ("jobs=2", ["jobs=2 is for sweeps", "add -m"]),
-        ("-m seed=0,1 jobs_per_gpu=2", ["jobs_per_gpu=2 does nothing in a run with jobs=1"]),
         ("-m seed=0,1 jobs=2 hydra/launcher=basic", ["jobs=2 works with hydra/launcher=lab only"]),
         ("-m +hydra.sweeper.params.seed=range(3)", ["a file of sweeps/ only. Type -m KEY=a,b"]),
         ("-m seed=0,1 hydra.sweeper.max_batch_size=3", ["Type jobs=3"]),

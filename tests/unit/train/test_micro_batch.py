@@ -141,10 +141,9 @@ LARGE = {"rollout__prompts_per_step": 64, "optim__micro_batch_size": None}  # 25
         (0, {"algorithm__updates_per_rollout": 8}, 32),  # all of an update
         (40, {}, 32),  # 32.4
         (41, {}, 16),  # 31.5
-        (0, {"jobs": 2, "jobs_per_gpu": 2}, 32),  # of this job's 40, less the 4 that it holds
-        (0, {"jobs": 4, "jobs_per_gpu": 4}, 8),  # of its 20
-        (0, {"jobs": 1, "jobs_per_gpu": 4}, 64),  # one after another
-        (60, {"jobs": 2, "jobs_per_gpu": 2}, 8),  # of the 16 that are free, not of its 40
+        (0, {"jobs_per_gpu": 2}, 16),  # of this job's 39, less the 4 that it holds
+        (0, {"jobs": 2, "jobs_per_gpu": 4}, 8),  # of its 19
+        (60, {"jobs_per_gpu": 2}, 8),  # of the 16 that are free, not of its 39
     ],
 )
 def test_it_fits_beside_what_others_hold(

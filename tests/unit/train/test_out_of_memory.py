@@ -62,8 +62,9 @@ def test_what_torch_holds_besides_is_activations_and_the_rest_others(
         ({"rollout__engine": "vllm_server"}, {}, None, ["Type one of: optim.micro_batch_size"], "rollout."),
         ({"optim__micro_batch_size": 1}, {}, None, ["one of: rollout.max_completion_tokens lower than 16"], "micro_b"),
         ({}, {}, 2, ["others 48.00", "Type one of: a smaller jobs_per_gpu; "], "GPU 0"),
+        ({"jobs_per_gpu": 2}, {}, 50, ["others 0.00", "Type one of: a smaller jobs_per_gpu; "], "GPU 0"),
     ],
-    ids=["transformers", "vllm", "server", "one", "shared"],
+    ids=["transformers", "vllm", "server", "one", "shared", "part"],
 )  # fmt: skip
 def test_the_message_names_shares_and_keys(
     tiny, policy: Policy, on_gpu: Callable[[int], None],
@@ -86,6 +87,29 @@ def test_a_run_out_of_memory_ends_with_the_message(tiny, tmp_path: Path, monkeyp
     monkeypatch.setattr(f"{run.__name__}.{function}", run_out)
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2 GiB\. In GiB: frozen base 0\.0"):
         run.run(tiny(eval__questions=0, optim__micro_batch_size=None), RunDirectory(tmp_path), Stop())
+
+
+@pytest.mark.parametrize(("jobs", "part"), [(1, []), (2, [39 / 80]), (4, [19 / 80])])
+def test_a_job_that_shares_a_gpu_takes_at_most_its_part(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: Callable[[int], None], jobs: int, part: list[float]
+) -> None:
+    """Torch keeps what it frees, so that without a limit the others find no memory. CUDA itself takes the odd GiB."""
+    parts: list[float] = []
+
+    def note(fraction: float, device: torch.device) -> None:
+        assert device.type == "cuda"
+        parts.append(fraction)
+
+    def build(*_: object) -> None:
+        assert parts == pytest.approx(part), "too late: the model is on the GPU"
+        raise torch.OutOfMemoryError(TORCH)
+
+    on_gpu(80)
+    monkeypatch.setattr(run, "device_of", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", note)
+    monkeypatch.setattr(run, "build_policy", build)
+    with pytest.raises(ConfigError, match="does not fit on cuda"):
+        run.build_session(tiny(jobs_per_gpu=jobs), RunDirectory(tmp_path), Stop())
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("bf16", "; format=nvfp4; "), ("nvfp4", "jobs_per_gpu; a smaller model")])

@@ -1,9 +1,6 @@
 """Compute the size of the engine's key-value cache."""
 
 import math
-import os
-
-import torch
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -12,14 +9,6 @@ from qerl_lab.config.units import GIB
 BLOCK = 16  # tokens; vLLM allocates whole blocks
 OWN_BLOCKS = 1  # that vLLM takes of the cache for itself (`null_block` of its BlockPool)
 SHARE = 0.5  # of the memory free beside the weights; the trainer needs the rest for activations and gradients
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the free memory of `device` in bytes. On a GPU torch first gives its unused cached memory back."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # torch's cached memory would count as used
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:

@@ -28,6 +28,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.gpu_memory import free_bytes
 from qerl_lab.model.linear import packed_layers, total_bytes
 from qerl_lab.model.on_disk import cache_bytes_per_token
 from qerl_lab.model.policy import Policy
@@ -37,7 +38,7 @@ from qerl_lab.rollout.vllm import all_weights, logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, choose_backend
 from qerl_lab.rollout.vllm.base import model_folder
-from qerl_lab.rollout.vllm.kv_cache import free_bytes, kv_cache_bytes
+from qerl_lab.rollout.vllm.kv_cache import kv_cache_bytes
 from qerl_lab.rollout.vllm.transfer import MARLIN_FOR_FP8, check_norms, sampling_arguments, serving_arguments
 
 # Run vLLM in this process; `LLM` has no argument for it.
@@ -222,7 +223,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         weights += trained * (4 + cfg.optim.moment_bytes)
     arguments: dict[str, Any] = {
         **serving_arguments(cfg, dtype, policy.device),
-        "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device) - weights),
+        "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device, cfg.jobs_per_gpu) - weights),
         "gpu_memory_utilization": 0.01,  # no effect with the line above, but checked against free memory
         "linear_backend": IN_VLLM.get(backend, backend),
         "scheduler_cls": logprob_scheduler.SCHEDULER,
