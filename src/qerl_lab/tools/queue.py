@@ -250,6 +250,7 @@ class Machine:
             words = [f"resume={run.path}"]
             if not run.is_claimed:
                 here = split_words(self.options.here, f"here={self.options.here}")
+                here += [f"jobs_per_gpu={self.options.jobs}"] if self.options.jobs > 1 else []
                 words = [*queue_file.join_overrides(here, planned.words), f"run_dir={run.path}"]
             code = self._call(planned, ["-m", "qerl_lab", *words], visible)
             if code == USAGE and not run.is_claimed:

@@ -80,10 +80,12 @@ class Calls:
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg, self.has_time, self.made, self.endings = cfg, False, list[str](), list[str]()
+        self.overrides: Sequence[str] = ()  # of the newest call
 
     def __call__(self, machine: Machine, one: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         folder = machine.run_folder(one)
         self.made.append(words[1])
+        self.overrides = words[2:]
         if words[1] == "qerl_lab":
             directory = RunDirectory(folder)
             if not directory.is_claimed:
@@ -111,11 +113,11 @@ class Lab:
     calls: Calls
     merged: list[tuple[str, str]]  # folder of the results, run
 
-    def run(self, pack: str, *parts: str) -> None:
+    def run(self, pack: str, *parts: str, jobs: int = 1) -> None:
         """Make what is left on the machine, and pack it into the folder `pack`."""
         folder = self.folder
         queue, runs = str(folder / "queue.yaml"), str(folder / "machine")
-        run(RunOptions(queue=queue, runs=runs, pack=str(folder / pack), parts=list(parts)))
+        run(RunOptions(queue=queue, runs=runs, pack=str(folder / pack), parts=list(parts), jobs=jobs))
 
     def rows(self) -> list[dict[str, str]]:
         """The rows in the run directories of the machine."""
@@ -160,6 +162,13 @@ def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(lab: Lab)
     assert lab.collect("first") == [("done", "1 of 1")]
     assert {run.rpartition("-")[0] for _, run in lab.merged} == {"bf16-seed0"}
     assert (lab.folder / "here" / key / "evaluations" / "one").is_dir()
+
+
+@pytest.mark.parametrize(("jobs", "part"), [(1, []), (2, ["jobs_per_gpu=2"])])
+def test_a_run_beside_others_takes_its_part_of_the_gpu(lab: Lab, jobs: int, part: list[str]) -> None:
+    lab.calls.endings = [FAILED]
+    lab.run("first", jobs=jobs)
+    assert [word for word in lab.calls.overrides if word.startswith("jobs")] == part
 
 
 @pytest.mark.parametrize("second", [DONE, FAILED])
