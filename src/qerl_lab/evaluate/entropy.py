@@ -147,10 +147,16 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
 def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
     """Sample one completion per prompt from the dense model at temperature 1.
 
-    Also measures the model's hidden states and entropy at each completion token.
+    Also measures the model's hidden states and entropy at each completion token. Raises ConfigError if the questions
+    cannot be read, or if there is only one.
     """
     name, path = split_name_and_path(options.prompts)
     task = load_questions(task_config(None, name, path), f"prompts={name}:")
+    if len(task.heldout) < 2:
+        raise ConfigError(
+            f"prompts={options.prompts} has one question; allowed: two or more, because the intervals are over texts. "
+            "Type prompts=NAME:PATH of more questions."
+        )
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device, fits_norms=True)
     prompts = [dense.chat.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]

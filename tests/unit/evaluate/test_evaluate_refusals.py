@@ -1,5 +1,7 @@
 """What the evaluate commands refuse, each in one line."""
 
+from pathlib import Path
+
 import pytest
 
 from qerl_lab.evaluate import __main__ as evaluate
@@ -41,3 +43,10 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys: py
     assert err.startswith("error: ")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_one_question_gives_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text('{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}\n')
+    assert evaluate.main(["entropy", f"prompts=gsm8k:{tmp_path}", "device=cpu"]) == 2
+    assert f"prompts=gsm8k:{tmp_path} has one question; allowed: two or more" in capsys.readouterr().err
