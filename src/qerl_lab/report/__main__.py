@@ -4,10 +4,9 @@
 """
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl_lab.cli.grammar import Command, run_subcommand
 from qerl_lab.config.option import ConfigError, did_you_mean, option
@@ -16,10 +15,6 @@ from qerl_lab.config.spelling import shell_override
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory, replace_file
 from qerl_lab.system.terminal import format_path
-
-if TYPE_CHECKING:
-    from qerl_lab.report.comparison import Comparison
-
 
 WHERE = "directories of runs, sweeps or results; the key may be left out"
 
@@ -35,8 +30,9 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Run the command `report`: print a table that compares arms, and write the folder `options.out` if it is given.
 
-    If the reported results have a claims.yaml and that folder has none, it is copied there. Raises ConfigError for
-    `bench` without `out`, for results with different claims, and as `comparison.read`.
+    If the reported results have a claims.yaml and that folder has none, it is copied there, so that the report tests
+    the claims of its results. Raises ConfigError for `bench` without `out`, for results with different claims, and as
+    `comparison.read`.
     """
     from qerl_lab.report import comparison  # pandas and scipy take a second
 
@@ -44,13 +40,23 @@ def report(options: ReportOptions) -> None:
         raise ConfigError(
             f"bench={','.join(options.bench)} does nothing without out. Type for example out=results/NAME."
         )
-    found = _compare_runs(options)
+    sources = [Path(source).expanduser() for source in options.sweep]
+    found = comparison.read(sources, may_be_empty=bool(options.out))
     if options.out:
         from qerl_lab.report import page  # matplotlib takes another
 
         folder = Path(options.out).expanduser()
         make_directory(folder, f"out={folder}")
-        _copy_claims([Path(source).expanduser() for source in options.sweep], folder)
+        own = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
+        if own and not (folder / CLAIMS).exists():
+            for other in own[1:]:
+                if other.read_bytes() != own[0].read_bytes():
+                    raise ConfigError(
+                        f"{format_path(own[0])} and {format_path(other)} hold different claims; allowed: one file. "
+                        f"Copy the one to test to {format_path(folder / CLAIMS)}."
+                    )
+            replace_file(folder / CLAIMS, own[0].read_bytes())
+            print(f"claims: those of {format_path(own[0])}, copied to {format_path(folder)}")
         written = page.write(folder, found, options.baseline, [Path(file).expanduser() for file in options.bench])
         size = sum(path.stat().st_size for path in written)
         print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
@@ -59,25 +65,6 @@ def report(options: ReportOptions) -> None:
         print(comparison.text(found, baseline))
     else:
         print("\n  ".join(["No run finished:", *found.left_out]))
-
-
-def _copy_claims(sources: Sequence[Path], folder: Path) -> None:
-    """Copy claims.yaml from the reported results (`sources`) to the report's `folder`.
-
-    So the report tests the claims of its results. Does nothing if `folder` has a claims.yaml, or if no source has one.
-    Raises ConfigError if two sources have different ones.
-    """
-    found = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
-    if not found or (folder / CLAIMS).exists():
-        return
-    for other in found[1:]:
-        if other.read_bytes() != found[0].read_bytes():
-            raise ConfigError(
-                f"{format_path(found[0])} and {format_path(other)} hold different claims; allowed: one file. Copy the "
-                f"one to test to {format_path(folder / CLAIMS)}."
-            )
-    replace_file(folder / CLAIMS, found[0].read_bytes())
-    print(f"claims: those of {format_path(found[0])}, copied to {format_path(folder)}")
 
 
 @dataclass
@@ -94,48 +81,32 @@ def verdicts(options: VerdictsOptions) -> None:
     are also written there, as verdicts.json and verdicts.md. Raises ConfigError if that folder holds results of other
     runs.
     """
-    from qerl_lab.report import claims, verdict_tables
+    from qerl_lab.report import claims, comparison, results, verdict_tables
+    from qerl_lab.report.arms import run_key
     from qerl_lab.report.verdicts import judge
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
-    found = _compare_runs(options)
-    if options.out:
-        _refuse_other_results(options, found)
+    sources = [Path(source).expanduser() for source in options.sweep]
+    found = comparison.read(sources, may_be_empty=bool(options.out))
+    folder = Path(options.out).expanduser() if options.out else None
+    if folder and (folder / results.RUNS).exists():
+        there = comparison.compare(*results.read(folder))
+        # by key, because the name of a run is its path as it was typed
+        if {run_key(run) for run in there.runs} != {run_key(run) for run in found.runs}:
+            advice = "Type another out="
+            if folder.resolve() in {source.resolve() for source in sources}:  # nothing is lost
+                whole = f"python -m qerl_lab.report {shlex.join(options.sweep)} {shell_override('out', folder)}"
+                advice += f", or make all of it: {whole}"
+            raise ConfigError(f"out={folder} holds results of other runs than these verdicts. {advice}")
     rows = judge(found.counted, found.runs, read or None)
     print(verdict_tables.text(found, rows))
-    if options.out:
-        folder = Path(options.out).expanduser()
+    if folder:
         make_directory(folder, f"out={folder}")
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
         replace_file(folder / "verdicts.json", verdict_tables.as_json(found, rows, line).encode())
         replace_file(folder / "verdicts.md", verdict_tables.markdown(found, rows, line).encode())
         print(f"\nwritten: {format_path(folder)}  (verdicts.json, verdicts.md)")
-
-
-def _refuse_other_results(options: VerdictsOptions, found: "Comparison") -> None:
-    """Raise ConfigError if the folder `options.out` holds results of other runs than those of `found`."""
-    from qerl_lab.report import comparison, results
-    from qerl_lab.report.arms import run_key
-
-    folder = Path(options.out or "").expanduser()
-    if not (folder / results.RUNS).exists():
-        return
-    there = comparison.compare(*results.read(folder))
-    # by key, because the name of a run is its path as it was typed
-    if {run_key(run) for run in there.runs} != {run_key(run) for run in found.runs}:
-        advice = "Type another out="
-        if folder.resolve() in {Path(source).expanduser().resolve() for source in options.sweep}:  # nothing is lost
-            whole = f"python -m qerl_lab.report {shlex.join(options.sweep)} {shell_override('out', folder)}"
-            advice += f", or make all of it: {whole}"
-        raise ConfigError(f"out={folder} holds results of other runs than these verdicts. {advice}")
-
-
-def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
-    """Read the runs in `options.sweep` and group them into arms. With `out` none needs to count; see `read`."""
-    from qerl_lab.report import comparison
-
-    return comparison.read([Path(folder).expanduser() for folder in options.sweep], may_be_empty=bool(options.out))
 
 
 COMMAND = Command(
