@@ -65,16 +65,21 @@ class Pair(NamedTuple):
 def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list[Pair]:
     """Return every pair of arms that tests a contrast: one has the treated settings, the other the control settings.
 
-    Apart from keys that the claim lets differ (`free`, and the spanned key) the two have equal settings. `started`
-    holds the newest finished run of each arm and seed, and unfinished runs, which are only counted. Raises Unmeasured,
-    with the reason, if there is no pair, and NoRuns if one of the arms has no run at all.
+    Apart from keys that the claim lets differ (`free`, and the spanned key) the two have equal settings. With
+    `mean_over` both are limited to the values of this key that they share, if there are any. `started` holds the newest
+    finished run of each arm and seed, and unfinished runs, which are only counted. Raises Unmeasured, with the reason,
+    if there is no pair, and NoRuns if one of the arms has no run at all.
     """
     arms = ((contrast.treated, contrast.treated_settings), (contrast.control, contrast.control_settings))
     sides, lacking = list[dict[tuple[Arm, Arm], Side]](), dict[str, int]()
     for name, settings in arms:
         wanted = {*settings.items(), *claim.file.conditions.items()}
         own = [run for run in started if wanted <= run.settings.items()]
-        sides.append(_group_into_sides(claim, own))
+        grouped: dict[tuple[Arm, Arm], dict[str, list[Run]]] = {}
+        for run in own:
+            value = run.value(claim.spanned_key) if claim.spanned_key else ""
+            grouped.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
+        sides.append({split: side for split, runs in grouped.items() if (side := Side(runs)).runs})
         if not sides[-1]:
             lacking[name] = len(own)
     if lacking:
@@ -85,7 +90,12 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
     for (context, _), treated in treated_sides.items():
         for (other_context, _), control in control_sides.items():
             if context == other_context:
-                pairs.append(Pair(*_with_shared_options(claim, treated, control), context))
+                shared = treated.finished.keys() & control.finished.keys() if claim.mean_over else set()
+                both = [
+                    Side({value: runs for value, runs in side.started.items() if not shared or value in shared})
+                    for side in (treated, control)
+                ]
+                pairs.append(Pair(both[0], both[1], context))
             differences.append({key for key, _ in {*context} ^ {*other_context}})
     if not pairs:
         nearest = min(differences, key=len)
@@ -103,27 +113,6 @@ def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
         may_differ = any(key == name or key.startswith(f"{name}.") for name in claim.free)
         (free if may_differ else equal).append((key, value))
     return tuple(equal), tuple(free)
-
-
-def _group_into_sides(claim: Claim, started: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
-    """Group the runs of one arm of a contrast into sides, by their `_split_settings`; each has a finished run."""
-    found: dict[tuple[Arm, Arm], dict[str, list[Run]]] = {}
-    for run in started:
-        value = run.value(claim.spanned_key) if claim.spanned_key else ""
-        found.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
-    sides = {split: Side(own) for split, own in found.items()}
-    return {split: side for split, side in sides.items() if side.runs}
-
-
-def _with_shared_options(claim: Claim, treated: Side, control: Side) -> tuple[Side, Side]:
-    """Limit both sides to the values of `mean_over` that they share; return them unchanged without such a value."""
-    shared = treated.finished.keys() & control.finished.keys()
-    if not claim.mean_over or not shared:
-        return treated, control
-    of_treated, of_control = (
-        {value: runs for value, runs in side.started.items() if value in shared} for side in (treated, control)
-    )
-    return Side(of_treated), Side(of_control)
 
 
 class Range(NamedTuple):

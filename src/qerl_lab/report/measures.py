@@ -59,12 +59,6 @@ def count_right(runs: Sequence[Run]) -> tuple[pd.DataFrame, int]:
     return right.round(), samples
 
 
-def _any_right(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
-    """Return 1 for each question with a right answer among its samples after training, else 0 [seeds, questions]."""
-    right, _ = count_right(runs)
-    return (right > 0).astype(float).where(right.notna())
-
-
 def shared_machines(*sides: Sequence[Run]) -> bool:
     """Tell whether any run shared its machine with another run, so that seconds and tokens/s cannot be compared."""
     return any(run.at_once > 1 for runs in sides for run in runs)
@@ -173,5 +167,8 @@ MEASURES: dict[str, Measure] = {
     "accuracy_after": Measure(
         "fraction", "held-out accuracy after training", lambda runs, _: _accuracies(runs, "after")
     ),
-    "pass_after": Measure("fraction", "held-out questions with a right answer in eval.samples, at the end", _any_right),
+    "pass_after": Measure(
+        "fraction", "held-out questions with a right answer in eval.samples, at the end",
+        lambda runs, _: count_right(runs)[0].clip(upper=1),
+    ),
 }  # fmt: skip
