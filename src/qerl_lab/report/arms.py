@@ -137,11 +137,10 @@ def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
             left_out.append(f"{older.name}: repeated by {run.name}, with the same settings and seed")
         counted[run.arm, run.seed] = run
     keys = differing_keys(list(counted.values()))
-
-    def sort_key(run: Run) -> tuple[object, ...]:
-        return run.experiment, *(number_first(run.value(key)) for key in keys), run.seed
-
-    return sorted(counted.values(), key=sort_key), left_out
+    chosen = sorted(
+        counted.values(), key=lambda run: (run.experiment, *(number_first(run.value(key)) for key in keys), run.seed)
+    )
+    return chosen, left_out
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:

@@ -100,7 +100,8 @@ def draw(
         chosen = chosen[chosen.groupby("arm")["value"].transform("any")]
     unit = "step"
     if by == CLOCK:
-        name, seconds = _clock_unit(chosen[by].max())
+        longest = chosen[by].max()
+        name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
     groups = _split_into_panels(list(chosen["arm"].unique()), baseline)
     rows = math.ceil(len(groups) / MOST_COLUMNS)
@@ -125,13 +126,6 @@ def draw(
         axes.flat[0].set_title(curve.title)
         axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen, curve))
     return figure
-
-
-def _clock_unit(longest: float) -> tuple[str, int]:
-    """Return name and seconds of the unit for an axis of time that ends at `longest` seconds."""
-    if longest >= 7200:
-        return "hours", 3600
-    return ("minutes", 60) if longest >= 120 else ("seconds", 1)
 
 
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:

@@ -124,16 +124,7 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         axis.set_ylim(0.5 - tallest[number // across], 0.5)
     for axis in axes.flat[len(claims) :]:
         axis.set_axis_off()
-    marks = _marks_of_effects(measured)
-    columns = 3 if across > 1 else 1  # one panel is narrower than two entries of the legend
-    figure.set_figheight(size[1] + (0.2 * (len(marks) - 1) if columns == 1 else 0))
-    figure.legend(handles=marks, loc="outside lower left", ncols=columns)
-    return figure
-
-
-def _marks_of_effects(measured: Sequence[Row]) -> list[Line2D]:
-    """Return what the legend of `draw_effects` lists: marks that occur in the figure of the `measured` rows."""
-    marks = [
+    marks = [  # of the legend: those that occur
         Line2D([], [], color="black", marker="o", label="measured, 95% interval"),
         Line2D([], [], **SMALLEST, label="smallest effect that matters"),
     ]
@@ -142,7 +133,10 @@ def _marks_of_effects(measured: Sequence[Row]) -> list[Line2D]:
         marks.append(Line2D([], [], color="black", marker="o", markerfacecolor="white", label=too_few))
     if any(row.printed for row in measured):
         marks.append(Line2D([], [], **PRINTED, label="the paper's effect"))
-    return marks
+    columns = 3 if across > 1 else 1  # one panel is narrower than two entries of the legend
+    figure.set_figheight(size[1] + (0.2 * (len(marks) - 1) if columns == 1 else 0))
+    figure.legend(handles=marks, loc="outside lower left", ncols=columns)
+    return figure
 
 
 def _label_of(claim: Claim) -> str:
@@ -162,6 +156,7 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
     for sign in [claim.direction] if claim.direction else [-1, 1]:
         matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
         axis.axvline(matters, **SMALLEST)
+    names = []
     for place, row in enumerate(rows):
         assert row.numbers is not None
         mean, *ends = row.numbers.effect
@@ -175,19 +170,15 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
                 axis.annotate("", (edge, -place), (mean, -place), ("axes fraction", "data"), "data", arrow)
         printed = [value for _, value in row.printed]
         axis.plot(printed, [-place] * len(printed), **PRINTED)
-    names = [textwrap.fill(_name_with_seeds(row), NAME_CHARS, break_long_words=False, break_on_hyphens=False)
-             for row in rows]  # fmt: skip
+        name = verdict_tables.name_of(row)
+        if not row.judged:
+            name += f" ({row.numbers.seeds} of {claim.file.seeds} seeds)"
+        names.append(textwrap.fill(name, NAME_CHARS, break_long_words=False, break_on_hyphens=False))
     axis.set_yticks([-place for place in range(len(rows))], names)
     axis.set(title=claim.name.replace("_", " "), xlabel=_label_of(claim))
     axis.margins(x=0.06)
     axis.locator_params(axis="x", nbins=5)
     axis.xaxis.set_major_formatter(format_tick)
-
-
-def _name_with_seeds(row: Row) -> str:
-    """Return the contrast's name, followed by `(3 of 5 seeds)` if so few allow no verdict yet."""
-    seeds = "" if row.judged or not row.numbers else f" ({row.numbers.seeds} of {row.claim.file.seeds} seeds)"
-    return verdict_tables.name_of(row) + seeds
 
 
 def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:

@@ -80,16 +80,14 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
     """
     ours = "Ours above" if figure.is_of(_tasks_of_paper(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
-    tasks, algorithms = {_task_in_words(run) for run in runs}, {run.value("algorithm.name") for run in runs}
+    tasks, algorithms = set[str](), {run.value("algorithm.name") for run in runs}
+    for run in runs:
+        is_plain = run.value("task.module_hash") in (ABSENT, "None")  # no file of the user replaces parts of the task
+        tasks.add(task_of(run) + ("" if is_plain else " with a task.module"))
     named = ", ".join("/".join(sorted(names)) for names in (models, tasks, algorithms))
     curves = reference.curves()
     error = curves.loc[curves["file"] == figure.file, "error"].max()
     return f"{figure.about}, read to +-{error:g}. {ours}: model {named}. {figure.remark}".strip()
-
-
-def _task_in_words(run: Run) -> str:
-    """Name the task of a run, and say so if a file of the user (task.module) replaced parts of it."""
-    return task_of(run) + ("" if run.value("task.module_hash") in (ABSENT, "None") else " with a task.module")
 
 
 @palette.styled()

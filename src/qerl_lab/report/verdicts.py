@@ -259,20 +259,14 @@ def _decide(row: Row, numbers: Numbers, others: Sequence[PValues]) -> Row:
             why = f"about {as_measured} seeds would {would} if the effect is as measured"
             if any_effect and any_effect > as_measured:
                 why += f", {any_effect} decide whatever it is"
+        elif numbers.censored:
+            why = "too many runs never got there to tell"
         else:
-            why = _why_no_seeds_decide(numbers)
+            why = f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
+            if numbers.questions > 1:
+                why += f" with {numbers.questions} questions: type a larger eval.questions"
     numbers = replace(numbers, adjusted=adjusted, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
     return replace(row, numbers=numbers, verdict=verdict, why="; ".join([why, *_reservations(row, numbers, reached)]))
-
-
-def _why_no_seeds_decide(numbers: Numbers) -> str:
-    """Say why no number of seeds that may be tried would decide an undecided contrast."""
-    if numbers.censored:
-        return "too many runs never got there to tell"
-    why = f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
-    if numbers.questions > 1:
-        why += f" with {numbers.questions} questions: type a larger eval.questions"
-    return why
 
 
 def _reservations(row: Row, numbers: Numbers, reached: Verdict) -> list[str]:
