@@ -1,7 +1,6 @@
 """Build the lab's policy and engine on a random checkpoint."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from peft import set_peft_model_state_dict
@@ -29,21 +28,12 @@ class RandomPolicy(Policy):
         return [index for index in super().end_ids() if index != self.tokenizer.eos_token_id]
 
 
-@dataclass(frozen=True)
-class Lab:
-    """The policy of a job with its adapter, and the engine that samples from this policy.
+def build(job: Job) -> tuple[Policy, Engine, Row]:
+    """Build the policy of a job with its adapter, and the engine that samples from this policy.
 
-    `row` has the seconds to start the engine, the GiB of the policy's base weights, and `linear_backend` if the engine
-    has such a setting.
+    The row has the seconds to start the engine, the GiB of the policy's base weights, and `linear_backend` if the
+    engine has such a setting.
     """
-
-    policy: Policy
-    engine: Engine
-    row: Row
-
-
-def build(job: Job) -> Lab:
-    """Build the policy and the engine of a job."""
     cfg = job.config()
     policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))
     tensors = adapter_tensors(Path(job.adapter))  # of all Linears; an arm may set fewer in lora.target_modules
@@ -53,4 +43,4 @@ def build(job: Job) -> Lab:
     row: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(policy.model)}
     if engine.linear_backend is not None:
         row["linear_backend"] = engine.linear_backend  # the lab's setting: vLLM's own does not know the lab's kernel
-    return Lab(policy, engine, row)
+    return policy, engine, row

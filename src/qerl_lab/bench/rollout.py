@@ -29,9 +29,9 @@ class LabSampler:
     """The lab's engine, with the methods that `measure` calls. `stock_vllm.StockSampler` has the same methods."""
 
     def __init__(self, job: Job) -> None:
-        built = lab.build(job)
-        engine: Any = built.engine  # some engines have no `llm`, which is vLLM's object
-        self.engine, self.llm, self.row = engine, engine.llm, built.row
+        engine: Any  # some engines have no `llm`, which is vLLM's object
+        _, engine, self.row = lab.build(job)
+        self.engine, self.llm = engine, engine.llm
 
     def renew(self) -> None:
         """Send the adapter and the norms of the policy to the engine, as the trainer does before every rollout."""

@@ -50,8 +50,7 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
     """Train with the lab's trainer. With several GPUs only the first of the processes yields the row."""
     cfg, found = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
-    built = lab.build(job)
-    policy, engine, about = built.policy, built.engine, built.row
+    policy, engine, about = lab.build(job)
     task = make_task(job)
     data = TrainingData(task, task.train, left_out=0, heldout_left_out=0, seed=0, longest_prompt=job.options["prompt"])
     try:

@@ -69,7 +69,7 @@ def test_the_policy_of_a_row_is_its_base_whatever_the_rank(tmp_path: Path) -> No
     found = set()
     for rank in (4, 8):
         one = job(tmp_path / str(rank), LAB, options(rank=rank))
-        found.add(lab.build(one).row["policy_gib"])
+        found.add(lab.build(one)[2]["policy_gib"])
     assert len(found) == 1
 
 
@@ -91,7 +91,8 @@ def test_engines_are_asked_to_end_at_nothing_that_cannot_be_sampled(
 ) -> None:
     """vLLM refuses a token outside of the vocabulary."""
     asked = job(tmp_path, LAB, options(mean_tokens=mean_tokens))
-    ends = lab.build(asked).policy.end_ids()
+    policy, _, _ = lab.build(asked)
+    ends = policy.end_ids()
     assert len(ends) == count
     assert all(0 < index < 300 for index in ends)
 
