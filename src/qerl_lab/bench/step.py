@@ -70,11 +70,11 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
     ranks.leave()
 
 
-class Watch(TrainerCallback):
-    """Callback of TRL's trainer: append the seconds, tokens, entropy and gradient norm of each step to `found`."""
+class StepClock(TrainerCallback):
+    """Callback of TRL's trainer: append the seconds of each step to `seconds`."""
 
-    def __init__(self, completions: int) -> None:
-        self.completions, self.found, self._started, self._seconds = completions, list[Step](), 0.0, 0.0
+    def __init__(self) -> None:
+        self.seconds, self._started = list[float](), 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Override TRL's hook: start the clock."""
@@ -83,16 +83,7 @@ class Watch(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Override TRL's hook: stop the clock, once the GPU is done."""
         wait_for_gpu()
-        self._seconds = time.perf_counter() - self._started
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        """Override TRL's hook: append the values of the step to `found`. Ignores `logs` of anything but a step."""
-        if "completions/mean_length" in logs:
-            tokens = self.completions * logs["completions/mean_length"]
-            self.found.append(
-                {"step_seconds": self._seconds, "tokens": tokens, "nats": logs["entropy"],
-                 "grad_norm": logs["grad_norm"]}
-            )  # fmt: skip
+        self.seconds.append(time.perf_counter() - self._started)
 
 
 def rows_of_trl(job: Job) -> Iterator[Row]:
@@ -104,7 +95,7 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
     options, started = job.options, time.perf_counter()
     completions = options["groups"] * options["group_size"]
     micro_batch = job.overrides.get("per_device_train_batch_size", options["micro_batch"])
-    watch, micro_batches = Watch(completions), completions // micro_batch
+    step_clock, micro_batches = StepClock(), completions // micro_batch
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
         given = {  # sizes of the lab's arms, TRL's defaults for the rest
             "output_dir": folder, "use_vllm": True, "vllm_mode": "colocate",
@@ -122,12 +113,12 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
             args=GRPOConfig(**given | job.overrides),
             train_dataset=Dataset.from_dict({"prompt": [question.prompt for question in make_task(job).train]}),
             peft_config=random_model.plain_lora(job.rank),
-            callbacks=[watch],
+            callbacks=[step_clock],
         )
         about: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(trainer.model)}
         args = trainer.args
         trained = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        if not args.generation_batch_size == trained == completions:  # `Watch` counts `completions`
+        if not args.generation_batch_size == trained == completions:  # which `tokens` counts below
             raise RuntimeError(
                 f"a step samples {args.generation_batch_size} completions and trains {trained}, not {completions}"
             )
@@ -135,7 +126,13 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
             trainer.train()
     if trainer.use_vllm:
         about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
-    yield summarize(job, watch.found, micro_batch) | about | clock | memory_at_end()
+    logged = [logs for logs in trainer.state.log_history if "completions/mean_length" in logs]  # one a step
+    steps = [
+        {"step_seconds": seconds, "tokens": completions * logs["completions/mean_length"], "nats": logs["entropy"],
+         "grad_norm": logs["grad_norm"]}
+        for seconds, logs in zip(step_clock.seconds, logged, strict=True)
+    ]  # fmt: skip
+    yield summarize(job, steps, micro_batch) | about | clock | memory_at_end()
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
