@@ -144,35 +144,30 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
         raise ConfigError(f"claims={called} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
     queue = str(Path(called).with_name(QUEUE)) if path.with_name(QUEUE).is_file() else ""
     try:
-        return _parse_file(values, called, digest, queue)
+        values = check_fields(values, OF_FILE, OPTIONAL_OF_FILE, "the file")
+        if values["seeds"] < FEWEST_SEEDS:
+            raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
+        if not values["claims"]:
+            raise ValueError("claims is empty, and there is nothing to test")
+        conditions = _parse_settings(values.get("conditions", {}), "conditions")
+        analysis = values.get("analysis", "")
+        file = Claims(called, digest, str(values["committed"]), values["seeds"], conditions, analysis, queue)
+        arms = {str(name): _parse_settings(own, f"arm {name}") for name, own in values.get("arms", {}).items()}
+        claims = tuple(_parse_claim(own, file, arms) for own in values["claims"])
+        names = [claim.name for claim in claims]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two claims are called {min(twice)}")
     except ValueError as error:
         stop = "" if str(error)[-1] in ".?" else "."
         raise ConfigError(f"claims={called}: {error}{stop} docs/verdicts.md describes the fields.") from None
-
-
-def _parse_file(values: Any, path: str, digest: str, queue: str) -> tuple[Claim, ...]:
-    """Build the claims of a file from `values` (the parsed YAML), `digest` (the SHA-256) and the path of its queue.
-
-    This function and the functions below raise ValueError for an invalid field.
-    """
-    values = check_fields(values, OF_FILE, OPTIONAL_OF_FILE, "the file")
-    if values["seeds"] < FEWEST_SEEDS:
-        raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
-    if not values["claims"]:
-        raise ValueError("claims is empty, and there is nothing to test")
-    conditions = _parse_settings(values.get("conditions", {}), "conditions")
-    analysis = values.get("analysis", "")
-    file = Claims(path, digest, str(values["committed"]), values["seeds"], conditions, analysis, queue)
-    arms = {str(name): _parse_settings(own, f"arm {name}") for name, own in values.get("arms", {}).items()}
-    claims = tuple(_parse_claim(own, file, arms) for own in values["claims"])
-    names = [claim.name for claim in claims]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"two claims are called {min(twice)}")
     return claims
 
 
 def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
-    """Build one claim from `values`, its entry in the file; `arms` maps names of arms to their settings."""
+    """Build one claim from `values`, its entry in the file; `arms` maps names of arms to their settings.
+
+    This function and the functions below raise ValueError for an invalid field.
+    """
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
     own = check_fields(values, OF_CLAIM, OPTIONAL_OF_CLAIM, where)
     rail = own.get("guardrail")

@@ -5,7 +5,7 @@ Held-out accuracy that was measured only before and after training is plotted as
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,27 +73,14 @@ def recorded_curves(points: pd.DataFrame) -> list[Curve]:
     return [curve for curve in CURVES if curve.metric in used]
 
 
-def _split_into_panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
-    """Split labels of arms into groups, one for each panel of a figure; the baseline, if any, is first in each group.
-
-    The other arms go in pairs, counted from the end. Arms are sorted by name, so a pair is usually an arm and the same
-    arm with noise. An arm left over is in the first group.
-    """
-    first = [arm for arm in arms if arm == baseline]
-    others = [arm for arm in arms if arm != baseline]
-    if len(arms) <= ARMS_A_PANEL:
-        return [[*first, *others]]
-    starts = range(-(-len(others) % BESIDE), len(others), BESIDE)
-    return [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
-
-
 def draw(
     points: pd.DataFrame, curve: Curve, by: str, baseline: str | None, styles: Mapping[str, Mapping[str, Any]]
 ) -> Figure:  # fmt: skip
     """Draw one metric, in several panels if there are many arms; the caller closes the figure.
 
-    `points` come from `comparison.curves`, `styles` from `palette.styles`. `by` is the x axis: `STEP`, or `CLOCK` for
-    the time spent in training steps.
+    The arm `baseline`, if any, is first in each panel. Beside it many arms go in pairs; one left over is in the first
+    panel. `points` come from `comparison.curves`, `styles` from `palette.styles`. `by` is the x axis: `STEP`, or
+    `CLOCK` for the time spent in training steps.
     """
     chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
     if curve.metric == "noise/sigma":  # a line at 0 says nothing
@@ -103,7 +90,12 @@ def draw(
         longest = chosen[by].max()
         name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
-    groups = _split_into_panels(list(chosen["arm"].unique()), baseline)
+    first = [arm for arm in chosen["arm"].unique() if arm == baseline]
+    others = [arm for arm in chosen["arm"].unique() if arm != baseline]
+    groups = [[*first, *others]]
+    if len(groups[0]) > ARMS_A_PANEL:  # arms are sorted: a pair from the end is usually one with and without noise
+        starts = range(-(-len(others) % BESIDE), len(others), BESIDE)
+        groups = [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
     rows = math.ceil(len(groups) / MOST_COLUMNS)
     columns = math.ceil(len(groups) / rows)
     runs = chosen.groupby("arm")["run_id"].nunique()
