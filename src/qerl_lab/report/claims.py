@@ -105,6 +105,10 @@ class Claim:
         """Return `best_of` or `mean_over`, a key that takes several values in each arm; empty text without both."""
         return self.best_of or self.mean_over
 
+    def is_free(self, key: str) -> bool:
+        """Tell whether the arms of a contrast may differ in a key, because `free` has it or its group."""
+        return any(key == name or key.startswith(f"{name}.") for name in self.free)
+
     @property
     def is_ratio(self) -> bool:
         """Tell whether effects are ratios (treated / control), compared by their logarithms, instead of differences."""

@@ -71,24 +71,27 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
     if there is no pair, and NoRuns if one of the arms has no run at all.
     """
     arms = ((contrast.treated, contrast.treated_settings), (contrast.control, contrast.control_settings))
-    sides, lacking = list[dict[tuple[Arm, Arm], Side]](), dict[str, int]()
+    sides, lacking = list[list[tuple[Arm, Side]]](), dict[str, int]()  # with the settings that a pair must share
     for name, settings in arms:
         wanted = {*settings.items(), *claim.file.conditions.items()}
         own = [run for run in started if wanted <= run.settings.items()]
-        grouped: dict[tuple[Arm, Arm], dict[str, list[Run]]] = {}
+        grouped: dict[Arm, dict[str, list[Run]]] = {}
         for run in own:
             value = run.value(claim.spanned_key) if claim.spanned_key else ""
-            grouped.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
-        sides.append({split: side for split, runs in grouped.items() if (side := Side(runs)).runs})
+            others = tuple(item for item in run.arm if item[0] != claim.spanned_key)
+            grouped.setdefault(others, {}).setdefault(value, []).append(run)
+        sides.append([
+            (tuple(item for item in others if not claim.is_free(item[0])), side)
+            for others, runs in grouped.items() if (side := Side(runs)).runs
+        ])  # fmt: skip
         if not sides[-1]:
             lacking[name] = len(own)
     if lacking:
         reason = "no finished run of " + " and of ".join(f"{name} ({count} started)" for name, count in lacking.items())
         raise Unmeasured(reason) if all(lacking.values()) else NoRuns(reason)
-    treated_sides, control_sides = sides
     pairs, differences = list[Pair](), list[set[str]]()
-    for (context, _), treated in treated_sides.items():
-        for (other_context, _), control in control_sides.items():
+    for context, treated in sides[0]:
+        for other_context, control in sides[1]:
             if context == other_context:
                 shared = treated.finished.keys() & control.finished.keys() if claim.mean_over else set()
                 both = [
@@ -102,17 +105,6 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
         said = "no two arms are equal but for what is compared: the nearest two differ in"
         raise Unmeasured(f"{said} {', '.join(sorted(nearest))}")
     return pairs
-
-
-def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
-    """Split a run's settings into those that must be equal and those that may differ, without the spanned key."""
-    equal, free = list[tuple[str, str]](), list[tuple[str, str]]()
-    for key, value in run.arm:
-        if key == claim.spanned_key:
-            continue
-        may_differ = any(key == name or key.startswith(f"{name}.") for name in claim.free)
-        (free if may_differ else equal).append((key, value))
-    return tuple(equal), tuple(free)
 
 
 class Range(NamedTuple):
