@@ -40,12 +40,8 @@ class RandomWeights:
         model = empty_model(config, torch.bfloat16)
         self.device = device
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.names = tuple(self._shapes)
         self.linears = packable(model, FormatConfig().ignore)  # Linears that formats pack
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of all tensors."""
-        return tuple(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor `name`."""
