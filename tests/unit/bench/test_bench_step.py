@@ -137,11 +137,10 @@ def test_two_ranks_share_a_step_and_the_first_writes_its_row(
     assert (two["completions"], two["arm"], two["gpus"]) == (8, both[1], 2)
 
 
-def found(**changes: float) -> list[dict[str, float]]:
+def found(grad_norm: float = 0.1) -> list[dict[str, float]]:
     """Three steps, the first of which is slow."""
     return [
-        {"step_seconds": seconds, "tokens": 64.0, "nats": 5.5, "grad_norm": 0.1} | changes
-        for seconds in (100.0, 2.0, 3.0)
+        {"step_seconds": seconds, "tokens": 64.0, "nats": 5.5, "grad_norm": grad_norm} for seconds in (100.0, 2.0, 3.0)
     ]
 
 
@@ -155,7 +154,6 @@ def test_the_first_step_does_not_count(tmp_path: Path) -> None:
     ("steps", "message"),
     [
         (found()[:2], "asked for 2 steps after the first, and got 1"),
-        (found(tokens=63.0), "sampled 63 tokens, not 8 x 8"),
         (found(grad_norm=0.0), "the gradient is 0.0"),
         (found(grad_norm=float("nan")), "the gradient is nan"),
     ],

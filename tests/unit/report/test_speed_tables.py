@@ -150,14 +150,6 @@ def test_weights_are_compared_with_those_of_stock_bf16_without_overrides(tmp_pat
     assert cells(speed, 2, "qwen2.5-7b, nvfp4", "nvfp4")["of BF16"] == f"{5 / 14:.2f}"
 
 
-def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
-    result = rollouts()
-    result["rows"][1] = {"arm": "nvfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB"}
-    speed = made(tmp_path, result)
-    assert "nvfp4, rank 32, died: OutOfMemoryError: 3 GiB; it has 2 of 3 requested rows" in speed.notes[0]
-    assert "qwen2.5-7b 1 at 16, 1 at 32, 1 at 64, 2 at 16, 8 at 16;" in speed.tables[0].left_out
-
-
 @pytest.mark.parametrize(
     "broken",
     ["{", "[]", '{"benchmark": "rollout"}', json.dumps({**rollouts(), "rows": [{"arm": "nvfp4", "rank": 8}]}),

@@ -229,21 +229,7 @@ def test_a_claims_file_that_is_not_there_is_told_in_words(here: Path, printed: C
     assert "claims=none.yaml is not there. Type the path of a YAML file of claims." in said
 
 
-def test_collapsed_runs_are_counted_with_fishers_test() -> None:
-    (claim,) = (claim for claim in of_paper() if claim.name == "rank_insensitivity")
-    contrast = claim.contrasts[0]
-    rise, fall = [0.1, 0.2, 0.4, 0.8], [0.1, 0.8, 0.4, 0.3]
-    records = [
-        replace(record(settings, seed, 0.3), steps=pd.DataFrame({"reward/answer": values}, index=range(1, 5)))
-        for settings, falls in ((contrast.treated_settings, 4), (contrast.control_settings, 0))
-        for seed, values in enumerate(falls * [fall] + (5 - falls) * [rise])
-    ]
-    rows = judge(records, records, [replace(claim, contrasts=(contrast,))])
-    assert collapses(rows)[1:] == [[claim.name, contrast.name, "4 of 5", "0 of 5", f"{2 * 5 / comb(10, 4):.3f}"]]
-    assert collapses(judge(records[5:], records[5:], [claim])) == []
-
-
-def test_runs_are_counted_at_the_values_that_both_arms_have() -> None:
+def test_collapsed_runs_are_counted_at_the_values_that_both_arms_have_with_fishers_test() -> None:
     """The treated arm alone has rate 3, where every run falls; the control's runs fall at rate 2."""
     (claim,) = (claim for claim in CLAIMS if claim.name == "rank_insensitivity")
     contrast, rise, fall = claim.contrasts[0], [0.1, 0.2, 0.4, 0.8], [0.1, 0.8, 0.4, 0.3]
@@ -262,6 +248,7 @@ def test_runs_are_counted_at_the_values_that_both_arms_have() -> None:
     assert (row.finished, row.started, row.collapsed) == ((10, 10), (12, 12), (0, 5))
     p = comb(10, 5) / comb(20, 5)  # all five of one arm, and the same of the other
     assert collapses([row])[1:] == [[claim.name, contrast.name, "0 of 10", "5 of 10", f"{2 * p:.3f}"]]
+    assert collapses([replace(row, collapsed=(0, 0))]) == []
 
 
 def row_of_own_claim(old: str, new: str) -> dict[str, Any]:
