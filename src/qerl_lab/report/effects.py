@@ -289,13 +289,12 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
     except Unmeasured:
         return OPEN
     paired = (treated.low - control.low).dropna(axis=1)
-    difference, (count, questions) = paired.to_numpy(float), paired.shape
-    if questions < min(2, treated.low.shape[1]):  # the arms share too few questions
+    if paired.shape[1] < min(2, treated.low.shape[1]):  # the arms share too few questions
         return OPEN
-    of_seeds, of_questions = stats.variance_components(difference, floored=True)
+    difference = paired.to_numpy(float)
+    of_seeds, _ = stats.variance_components(difference, floored=True)
     *_, least = _jackknife(treated, control, list(paired.columns))
-    half = stats.half_width((max(of_seeds, least), of_questions), count, questions, 0.95)
-    low, high = difference.mean() - half, difference.mean() + half
+    _, low, high = stats.over_seeds(difference, least=max(of_seeds, least))
     if low > -margin:
         return HELD
     return BROKEN if high < -margin else OPEN

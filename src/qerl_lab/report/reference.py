@@ -49,7 +49,7 @@ def printed() -> pd.DataFrame:
     means = []
     for curve in curves().to_dict("records"):
         for setting in (EIGHT_STEPS, LAST_TENTH):
-            mean = float(steps_of_mean(interpolated(curve["file"]), setting)[curve["column"]].mean())
+            mean = float(steps_of_mean(curve["file"], setting)[curve["column"]].mean())
             own = {"setting": setting, "number": mean, "value": f"{mean:.3f}", "unit": ""}
             means.append(curve | own | {"certainty": f"approx (digitized plot, +-{curve['error']:g})"})
     return pd.concat([rows, pd.DataFrame(means)], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
@@ -64,15 +64,13 @@ def digitized(file: str) -> pd.DataFrame:
     return pd.read_csv(package_data("results/reference") / "digitized" / f"{file}.csv", index_col=0)
 
 
-def interpolated(file: str) -> pd.DataFrame:
-    """Return the curves of `digitized` with gaps filled linearly. Values outside a curve's known points stay nan."""
-    return digitized(file).interpolate("index", limit_area="inside")
+def steps_of_mean(file: str, setting: str) -> pd.DataFrame:
+    """Return the rows of `digitized` to average: up to step 8 if `setting` is `EIGHT_STEPS`, else the last tenth.
 
-
-def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """Select the rows of `curves` to average: up to step 8 if `setting` is `EIGHT_STEPS`, else the last tenth."""
-    steps = curves.index
-    return curves[steps <= 8 if setting == EIGHT_STEPS else steps > 0.9 * steps[-1]]
+    Gaps are filled linearly. Values outside a curve's known points stay nan.
+    """
+    known = digitized(file).interpolate("index", limit_area="inside")
+    return known[known.index <= 8 if setting == EIGHT_STEPS else known.index > 0.9 * known.index[-1]]
 
 
 @cache
@@ -106,8 +104,8 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
     of_treated, of_control = treated_row["number"], control_row["number"]
     file, setting = treated_row["file"], treated_row["setting"]
     if file and file == control_row["file"]:
-        curves_of_both = steps_of_mean(interpolated(file), setting)[[treated_row["column"], control_row["column"]]]
-        of_treated, of_control = curves_of_both.dropna().mean()
+        both = steps_of_mean(file, setting)[[treated_row["column"], control_row["column"]]]
+        of_treated, of_control = both.dropna().mean()
     error = max(treated_row["error"], control_row["error"])
     return float(of_treated / of_control if ratio else of_treated - of_control), float(error)
 
