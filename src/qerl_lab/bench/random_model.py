@@ -33,11 +33,17 @@ CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 class RandomWeights:
     """Tensors for `loading.fill`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
 
-    Tensors are made on `device` on request, seeded by name, so that every format packs the same weights.
+    The model is a Qwen2.5 of `architecture`, a value of `bench_options.ARCHITECTURES`. Tensors are made on `device` on
+    request, seeded by name, so that every format packs the same weights.
     """
 
-    def __init__(self, config: Qwen2Config, device: torch.device) -> None:
-        model = empty_model(config, torch.bfloat16)
+    def __init__(self, architecture: dict[str, Any], device: torch.device) -> None:
+        self.config = Qwen2Config(
+            **architecture, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32_768, rope_theta=1e6,
+            bos_token_id=None, pad_token_id=0, dtype=torch.bfloat16,
+            eos_token_id=None,  # `write` puts the end tokens into the generation config
+        )  # fmt: skip
+        model = empty_model(self.config, torch.bfloat16)
         self.device = device
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.names = tuple(self._shapes)
@@ -67,20 +73,9 @@ class RandomWeights:
         return tensor.normal_(std=0.02, generator=generator).to(device)
 
 
-def config_of(architecture: dict[str, Any]) -> Qwen2Config:
-    """Return the Qwen2.5 configuration for `architecture`, a value of `bench_options.ARCHITECTURES`.
-
-    It has no end token, because `write` puts the end tokens into the generation config.
-    """
-    return Qwen2Config(
-        **architecture, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32_768, rope_theta=1e6,
-        bos_token_id=None, pad_token_id=0, eos_token_id=None, dtype=torch.bfloat16,
-    )  # fmt: skip
-
-
 def size_of(architecture: dict[str, Any], weight_format: Format) -> float:
     """Return about how many bytes a checkpoint of `architecture` in `weight_format` has. Makes no tensors."""
-    source = RandomWeights(config_of(architecture), torch.device("cpu"))
+    source = RandomWeights(architecture, torch.device("cpu"))
     packed = sum(math.prod(source.shape(f"{name}.weight")) for name in source.linears)
     every = sum(math.prod(source.shape(name)) for name in source.names)
     return 2 * (every - packed) + packed * weight_format.bits_per_weight / 8
@@ -93,8 +88,8 @@ def write(
 
     `mean_tokens` is the mean length of completions (`end_ids`); with 0 the model never ends a completion.
     """
-    config = config_of(architecture)
-    packed_as, source = PackedAs(weight_format, tuple(FormatConfig().ignore)), RandomWeights(config, device)
+    packed_as, source = PackedAs(weight_format, tuple(FormatConfig().ignore)), RandomWeights(architecture, device)
+    config = source.config
     model = fill(empty_model(config, torch.bfloat16), source, packed_as, is_packed=False, device=device)
     folder.mkdir(parents=True)
     save_torch_state_dict(model.state_dict(), folder, shared_tensors_to_discard=tied(model))
@@ -156,7 +151,7 @@ def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None
 
     The product of the two matrices of a Linear is small, but not zero.
     """
-    base = RandomWeights(config_of(architecture), torch.device("cpu"))
+    base = RandomWeights(architecture, torch.device("cpu"))
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
     for name in base.linears:
         rows, columns = base.shape(f"{name}.weight")
