@@ -5,7 +5,7 @@ python tests/helpers/simulated_runs.py 4000    # error rates of verdicts, over 4
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -46,25 +46,20 @@ def arms(claim: Claim, effects: Mapping[str, float], seeds: int, sd: float, draw
     ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Graded:
-    """Simulates held-out answers: each question has its own probability, shifted by the arm and the seed."""
+def held_out_arms(claim: Claim, effect: float, seeds: int, draw: np.random.Generator) -> list[Run]:
+    """Return runs of a contrast's arms with held-out answers: 256 questions, two samples each.
 
-    questions: int
-    samples: int
-    seed_sd: float  # standard deviation of a seed's shift of one arm's accuracy
-    effect_sd: float  # standard deviation of the effect over questions
-
-    def arms(self, claim: Claim, effect: float, seeds: int, draw: np.random.Generator) -> list[Run]:
-        (contrast,) = claim.contrasts
-        base_Q = draw.uniform(0.2, 0.7, self.questions)
-        effect_Q = effect + draw.normal(0, self.effect_sd, self.questions)
-        made = []
-        for own, moved_Q in ((contrast.treated_settings, effect_Q), (contrast.control_settings, 0 * effect_Q)):
-            for seed in range(seeds):
-                chance_Q = np.clip(base_Q + moved_Q + draw.normal(0, self.seed_sd), 0, 1)
-                made.append(record(own, seed, 0.3, draw.binomial(self.samples, chance_Q) / self.samples))
-        return made
+    Each question has its own probability, shifted by the arm (standard deviation of the effect over questions: 0.1) and
+    by the seed (0.01).
+    """
+    (contrast,) = claim.contrasts
+    base_Q, effect_Q = draw.uniform(0.2, 0.7, 256), effect + draw.normal(0, 0.1, 256)
+    made = []
+    for own, moved_Q in ((contrast.treated_settings, effect_Q), (contrast.control_settings, 0 * effect_Q)):
+        for seed in range(seeds):
+            chance_Q = np.clip(base_Q + moved_Q + draw.normal(0, 0.01), 0, 1)
+            made.append(record(own, seed, 0.3, draw.binomial(2, chance_Q) / 2))
+    return made
 
 
 def verdicts(claim: Claim, records: list[Run]) -> list[Row]:
@@ -75,9 +70,6 @@ SCALAR = replace(BY_NAME["initial_entropy"], guardrail=None)
 BEST = replace(SCALAR, contrasts=SCALAR.contrasts[:1], best_of="optim.learning_rate")
 EQUAL = replace(BY_NAME["rank_insensitivity"], measure="entropy_first", smallest=0.02)
 GRADED = replace(BY_NAME["final_accuracy"], guardrail=None, smallest=0.05)
-HELD_OUT = Graded(questions=256, samples=2, seed_sd=0.01, effect_sd=0.1)
-
-
 QUIET, NOISY = 0.005, 0.02  # standard deviations of a seed; the smallest effect is 0.02
 
 
@@ -85,14 +77,14 @@ def shown(kind: str, effect: float, repeats: int, sd: float = NOISY) -> list[set
     """Return the verdicts of the contrasts of each repetition.
 
     Every treated arm has `effect`. "scalar" and "equal" have three contrasts of five seeds with standard deviation `sd`
-    (smallest effect 0.02), "best" one of these, each arm at its best of `RATES`; "graded" has one, with `HELD_OUT` and
-    five seeds (smallest effect 0.05).
+    (smallest effect 0.02), "best" one of these, each arm at its best of `RATES`; "graded" has one, with
+    `held_out_arms` and five seeds (smallest effect 0.05).
     """
     draw, found = np.random.default_rng(0), []
     claim = {"scalar": SCALAR, "best": BEST, "equal": EQUAL, "graded": GRADED}[kind]
     treated = {contrast.treated: effect for contrast in claim.contrasts}
     for _ in range(repeats):
-        made = HELD_OUT.arms(claim, effect, 5, draw) if kind == "graded" else arms(claim, treated, 5, sd, draw)
+        made = held_out_arms(claim, effect, 5, draw) if kind == "graded" else arms(claim, treated, 5, sd, draw)
         found.append({str(row.verdict) for row in verdicts(claim, made)})
     return found
 

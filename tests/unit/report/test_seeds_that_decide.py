@@ -12,7 +12,7 @@ from qerl_lab.report.claims import Claim
 from qerl_lab.report.effects import Numbers
 from qerl_lab.report.stats import half_width, variance_components
 from qerl_lab.report.verdicts import PValues, Row, Verdict, p_values, set_verdicts
-from simulated_runs import EQUAL, GRADED, HELD_OUT, SCALAR, arms, verdicts
+from simulated_runs import EQUAL, GRADED, SCALAR, arms, held_out_arms, verdicts
 
 
 def repeated(numbers: Numbers, values_S_Q: np.ndarray, claim: Claim, seeds: int) -> Numbers:
@@ -54,13 +54,13 @@ def open_beside_decided() -> list[Row]:
 
 
 def open_graded() -> list[Row]:
-    return verdicts(GRADED, HELD_OUT.arms(GRADED, 0.03, 5, np.random.default_rng(0)))
+    return verdicts(GRADED, held_out_arms(GRADED, 0.03, 5, np.random.default_rng(0)))
 
 
 def open_by_luck() -> list[Row]:
     """Three seeds that agree in their means, and not in their answers: those of more seeds will not agree."""
     claim = replace(GRADED, smallest=0.02)
-    (row,) = verdicts(claim, HELD_OUT.arms(claim, 0.01, 3, np.random.default_rng(0)))
+    (row,) = verdicts(claim, held_out_arms(claim, 0.01, 3, np.random.default_rng(0)))
     values = row.numbers.oriented
     lucky = values - 0.8 * (values.mean(1)[:, None] - values.mean())
     return [measured_as(row, lucky - lucky.mean() + 0.018)]

@@ -18,7 +18,7 @@ from qerl_lab.report.runs import FINISHED, Run, run_from
 from qerl_lab.report.stats import holm, p_above, variance_components
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
 from qerl_lab.report.verdicts import PValues, Row, Verdict, floor_variances, set_verdicts
-from simulated_runs import BEST, BY_NAME, GRADED, HELD_OUT, QUIET, RATES, SCALAR, arms, record, shown, verdicts
+from simulated_runs import BEST, BY_NAME, GRADED, QUIET, RATES, SCALAR, arms, held_out_arms, record, shown, verdicts
 
 CLAIMS, LEARNING_RATE = of_paper(), "optim.learning_rate"
 
@@ -142,7 +142,7 @@ def test_rows_of_arms_at_their_own_best_learning_rate_are_labelled_with_none() -
 
 
 def test_only_shared_seeds_and_questions_count() -> None:
-    made = HELD_OUT.arms(GRADED, 0.2, 4, np.random.default_rng(0))
+    made = held_out_arms(GRADED, 0.2, 4, np.random.default_rng(0))
     short = replace(made[0], accuracy={name: values.iloc[:100] for name, values in made[0].accuracy.items()})
     (row,) = verdicts(GRADED, [short, *made[1:-1]])  # the control's seed 3 is missing
     assert (row.numbers.seeds, row.numbers.questions, row.finished) == (3, 100, (4, 3))
@@ -315,7 +315,7 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
 def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     """Their means agree better than their answers allow, and better than the means of the other contrasts."""
     claim = replace(GRADED, contrasts=GRADED.contrasts * 2)
-    rows = verdicts(claim, HELD_OUT.arms(GRADED, 0.05, 4, np.random.default_rng(0)))
+    rows = verdicts(claim, held_out_arms(GRADED, 0.05, 4, np.random.default_rng(0)))
     numbers = rows[0].numbers
     values = numbers.oriented
     alike = values - (values.mean(1)[:, None] - values.mean())  # every seed has one mean
