@@ -122,8 +122,6 @@ def add_legend_below(figure: Figure) -> None:
     for axis in figure.axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
-    if not handles:
-        return
     width = figure.get_figwidth()
     names = [textwrap.fill(name, int(10 * width), break_on_hyphens=False) for name in handles]
     columns = max(1, min(len(names), int(width / (0.6 + 0.08 * max(map(len, names))))))  # inches
