@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from qerl_lab import formats
 from qerl_lab.bench import random_model
 from qerl_lab.bench.bench_options import AnyOptions, StepOptions
 from qerl_lab.bench.job import Job, read_jobs
-from qerl_lab.config.schema import FormatConfig
 
 ARCHITECTURE = {
     "vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -25,8 +23,7 @@ def job(folder: Path, arm: str, options: AnyOptions) -> Job:
     (made,) = read_jobs(replace(options, arms=[arm]), str(folder))
     made = replace(made, architecture=ARCHITECTURE)
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0
-    built = formats.build(FormatConfig(name=made.format))
-    random_model.write(Path(made.folder), ARCHITECTURE, built, torch.device("cpu"), mean_tokens)
+    random_model.write(Path(made.folder), ARCHITECTURE, made.packing, torch.device("cpu"), mean_tokens)
     random_model.write_adapter(Path(made.adapter), ARCHITECTURE, made.rank)
     return made
 

@@ -19,12 +19,10 @@ from pathlib import Path
 
 import torch
 
-from qerl_lab import formats
 from qerl_lab.bench import random_model
 from qerl_lab.bench.bench_options import ARCHITECTURES, AnyOptions, Row
 from qerl_lab.bench.job import Job, read_jobs
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model import policy
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_leftovers
 from qerl_lab.system import terminal
@@ -45,10 +43,7 @@ def prepare(options: AnyOptions) -> None:
     ranks.refuse_fewer_gpus(max((job.gpus for job in jobs if not job.is_on_cpu), default=1), len(ranks.visible_gpus()))
     remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next call: of killed arms and runs
     remove_leftovers(IN_MEMORY, OF_RUNS)
-    needed, largest = max(
-        (random_model.size_of(architecture, formats.build(FormatConfig(name=name))), name)
-        for name in {job.format for job in jobs}
-    )
+    needed, largest = max((random_model.size_of(architecture, job.packing), job.format) for job in jobs)
     free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # 2% for adapter and tokenizer
     if free < asked:
         raise ConfigError(
@@ -64,19 +59,18 @@ def run(options: AnyOptions) -> Iterator[Row]:
         jobs = read_jobs(options, str(scratch))
         for rank in {job.rank for job in jobs if job.benchmark != "train_step"}:  # which has new adapters
             random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
-        for name in dict.fromkeys(job.format for job in jobs):
-            weight_format, mean_tokens = formats.build(FormatConfig(name=name)), jobs[0].options.get("mean_tokens", 0)
-            started = time.perf_counter()
-            random_model.write(scratch / name, architecture, weight_format, device, mean_tokens)
-            terminal.say(f"random weights in {name}: written in {time.perf_counter() - started:.0f} s")
+        for folder, packing in {job.folder: job.packing for job in jobs}.items():
+            mean_tokens, started = jobs[0].options.get("mean_tokens", 0), time.perf_counter()
+            random_model.write(Path(folder), architecture, packing, device, mean_tokens)
+            terminal.say(f"random weights in {packing.name}: written in {time.perf_counter() - started:.0f} s")
             gc.collect()  # a model may hold itself in a cycle
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            for job in (job for job in jobs if job.format == name):
+            for job in (job for job in jobs if job.folder == folder):
                 terminal.say(f"{job.arm}, rank {job.rank}: starts")  # minutes may pass before its first row
                 with tempfile.TemporaryDirectory(prefix="arm-", dir=scratch) as own:
                     yield from measure(job, Path(own))
-            shutil.rmtree(scratch / name)
+            shutil.rmtree(folder)
 
 
 def measure(job: Job, folder: Path) -> Iterator[Row]:

@@ -1,8 +1,9 @@
 """Jobs of a benchmark: what the process of one arm measures, at one rank of its adapter. Imports no torch."""
 
 import math
+import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from qerl_lab.bench.bench_options import ARCHITECTURES, FORMATS, AnyOptions, Rol
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model.on_disk import cache_bytes_per_token
 
 BFLOAT16_BYTES = 2
+OF_FORMATS = [field.name for field in fields(FormatConfig)]
 BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
 
@@ -44,9 +46,19 @@ class Job:
     options: dict[str, Any]
 
     @property
+    def packing(self) -> FormatConfig:
+        """Return the weight format of the checkpoint, with the arm's options of it, such as format.activations.
+
+        Leaves out keys that are no option of a format, which `config` refuses.
+        """
+        own = {name: self.overrides[f"format.{name}"] for name in OF_FORMATS if f"format.{name}" in self.overrides}
+        return FormatConfig(**{"name": self.format} | own)
+
+    @property
     def folder(self) -> str:
-        """Return the directory of the checkpoint. Arms of the same format share it."""
-        return f"{self.scratch}/{self.format}"
+        """Return the directory of the checkpoint. Arms with equal `packing` share it."""
+        is_usual = self.packing == FormatConfig(name=self.format)
+        return f"{self.scratch}/{self.format}" + ("" if is_usual else f"-{zlib.crc32(repr(self.packing).encode()):08x}")
 
     @property
     def adapter(self) -> str:

@@ -21,9 +21,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
+from qerl_lab import formats
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import FormatConfig, RunConfig
-from qerl_lab.formats.format import Format, PackedAs
+from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.linear import packable
 from qerl_lab.model.loading import empty_model, fill, tied
 
@@ -73,28 +74,29 @@ class RandomWeights:
         return tensor.normal_(std=0.02, generator=generator).to(device)
 
 
-def size_of(architecture: dict[str, Any], weight_format: Format) -> float:
-    """Return about how many bytes a checkpoint of `architecture` in `weight_format` has. Makes no tensors."""
+def size_of(architecture: dict[str, Any], packing: FormatConfig) -> float:
+    """Return about how many bytes a checkpoint of `architecture` in the format `packing` has. Makes no tensors."""
     source = RandomWeights(architecture, torch.device("cpu"))
     packed = sum(math.prod(source.shape(f"{name}.weight")) for name in source.linears)
     every = sum(math.prod(source.shape(name)) for name in source.names)
-    return 2 * (every - packed) + packed * weight_format.bits_per_weight / 8
+    return 2 * (every - packed) + packed * formats.build(packing).bits_per_weight / 8
 
 
 def write(
-    folder: Path, architecture: dict[str, Any], weight_format: Format, device: torch.device, mean_tokens: float = 0
+    folder: Path, architecture: dict[str, Any], packing: FormatConfig, device: torch.device, mean_tokens: float = 0
 ) -> None:
-    """Write a random checkpoint of `architecture` in `weight_format`; weights are made and packed on `device`.
+    """Write a random checkpoint of `architecture` in the format `packing`; weights are made and packed on `device`.
 
     `mean_tokens` is the mean length of completions (`end_ids`); with 0 the model never ends a completion.
     """
-    packed_as, source = PackedAs(weight_format, tuple(FormatConfig().ignore)), RandomWeights(architecture, device)
+    weight_format, source = formats.build(packing), RandomWeights(architecture, device)
+    packed_as = PackedAs(weight_format, tuple(packing.ignore))
     config = source.config
     model = fill(empty_model(config, torch.bfloat16), source, packed_as, is_packed=False, device=device)
     folder.mkdir(parents=True)
     save_torch_state_dict(model.state_dict(), folder, shared_tensors_to_discard=tied(model))
     if weight_format.BLOCK is not None:
-        config.quantization_config = weight_format.quantization_config(FormatConfig().ignore, torch.bfloat16)
+        config.quantization_config = weight_format.quantization_config(packing.ignore, torch.bfloat16)
     config.save_pretrained(folder)
     ends = end_ids(architecture["vocab_size"], mean_tokens)
     GenerationConfig(eos_token_id=ends, pad_token_id=0).save_pretrained(folder)

@@ -46,6 +46,7 @@ def test_an_arm_is_a_name_and_overrides() -> None:
         (RolloutOptions(ranks=[], scratch="/"), r"Type for example ranks=\[32\]"),
         (StepOptions(micro_batch=7, scratch="/"), "micro_batch=7 does not divide groups x group_size = 64"),
         (RolloutOptions(arms=["nvfp4 rollout.vllm.kv_cach_dtype=fp8"]), "Did you mean rollout.vllm.kv_cache_dtype?"),
+        (RolloutOptions(arms=["fp8 format.activation=fp8"]), "Did you mean format.activations?"),
         (RolloutOptions(arms=["nvfp4 rollout.vllm.linear_backend=fp4_tiles"], ranks=[32, 512]),
          "the arm 'nvfp4 rollout.vllm.linear_backend=fp4_tiles' with rank 512: .*fp4_tiles"),
         (StepOptions(arms=["nvfp4 rollout.prompts_per_step=16"], scratch="/"),
@@ -118,10 +119,11 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
 ) -> None:
     plays(
         monkeypatch,
-        "scratch = Path(job['scratch'])\n"
-        "config = json.loads((scratch / job['format'] / 'config.json').read_text())\n"
+        "from qerl_lab.bench.job import Job\n"
+        "scratch, folder = Path(job['scratch']), Path(Job(**job).folder)\n"
+        "config = json.loads((folder / 'config.json').read_text())\n"
         "adapter = json.loads((scratch / f\"rank{job['rank']}\" / 'adapter_config.json').read_text())\n"
-        "write({'pid': os.getpid(), 'adapter': adapter['r'],"
+        "write({'pid': os.getpid(), 'adapter': adapter['r'], 'own': folder.name,"
         " 'method': config.get('quantization_config', {}).get('quant_method'),"
         " 'beside': sorted(p.name for p in scratch.iterdir() if p.name[:4] != 'arm-')})",
     )
@@ -136,6 +138,10 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
     assert len({row["pid"] for row in rows}) == 8
     kept = [[name, "rank2", "rank4"] for name in ("bf16", "bf16", "nvfp4", "nf4")]
     assert [row["beside"] for row in rows][::2] == kept, "one checkpoint at a time"
+    options = RolloutOptions(arms=["fp8", "fp8 format.activations=fp8", "fp8 lora.dropout=0.1"], ranks=[2], **small)
+    rows = list(arm_processes.run(options))
+    assert [row["beside"] for row in rows] == [[row["own"], "rank2"] for row in rows]
+    assert [row["arm"] for row in rows if row["own"] == "fp8"] == ["fp8", "fp8 lora.dropout=0.1"]
     assert list(Path(small["scratch"]).iterdir()) == []
 
 

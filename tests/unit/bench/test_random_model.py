@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench_jobs import ARCHITECTURE
+from bench_jobs import ARCHITECTURE, job
 from packed_layers import BY_NAME
 from qerl_lab.bench import random_model
+from qerl_lab.bench.bench_options import RolloutOptions
 from qerl_lab.config.rules import build_config
+from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model import policy
+from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import quantize_model
 from qerl_lab.quantize.quantize_options import QuantizeOptions
@@ -23,7 +26,7 @@ PACKED = ["nvfp4", "nf4"]  # one of each library's layout
 
 
 def written(folder: Path, name: str, mean_tokens: float = 0, **changes: object) -> Path:
-    random_model.write(folder, ARCHITECTURE | changes, BY_NAME[name], CPU, mean_tokens)
+    random_model.write(folder, ARCHITECTURE | changes, FormatConfig(name=name), CPU, mean_tokens)
     return folder
 
 
@@ -46,6 +49,20 @@ def test_the_lab_loads_it_and_its_logits_say_something(tmp_path: Path, name: str
     assert (after - before).abs().max() > 1e-3  # the adapter acts
     entropy = torch.distributions.Categorical(logits=after).entropy()
     assert entropy.min() > 0.5 * math.log(300)
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        "nvfp4 format.scale_rule=four_over_six", "mxfp4 format.exponent_rule=floor", "nf4 format.double_quant=false",
+        "fp8 format.activations=fp8", "nvfp4 format.ignore=[lm_head,down_proj]",
+    ],
+)  # fmt: skip
+def test_an_arm_loads_the_checkpoint_of_its_own_options(tmp_path: Path, arm: str) -> None:
+    """Their loader refuses a checkpoint that states other options."""
+    made = job(tmp_path, arm, RolloutOptions())
+    loaded = policy.build(made.config(), CPU)
+    assert len(packed_layers(loaded.base)) == 2 * (6 if "down_proj" in arm else 7)
 
 
 @pytest.mark.parametrize("name", PACKED)
