@@ -136,7 +136,7 @@ BUGS = [
         "unit/train/test_engine_failure.py"),
     # sampling ahead
     Bug("a step sampled ahead has the noise of the step before", "train/trainer.py",
-        "    self.engine.sync(self.level.noise(step))", "    self.engine.sync(self.level.noise(step - 1))",
+        "engine.sync(level.noise(following))", "engine.sync(level.noise(step))",
         "unit/train/test_overlap.py"),
     Bug("a checkpoint skips the questions that are sampled ahead", "train/ahead.py",
         "own, thread = Cursor(cursor.data, cursor.position),", "own, thread = cursor,",

@@ -13,11 +13,6 @@ def stage(step: int, total_steps: int, stages: int) -> int:
     return (step - 1) * stages // total_steps
 
 
-def steps_of(number: int, total_steps: int, stages: int) -> range:
-    """Return the steps (from 1) of stage `number` (from 0); empty if no step belongs to the stage."""
-    return range(-(-number * total_steps // stages) + 1, -(-(number + 1) * total_steps // stages) + 1)
-
-
 def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
     """Return the noise level of a step in `cfg.unit`: sigma (a standard deviation), or a KL in nats per token.
 

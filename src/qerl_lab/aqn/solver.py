@@ -66,7 +66,7 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
         log_sigma = min(max(log_sigma, low), high)
         sigma = exact.get(log_sigma, math.exp(log_sigma))
         kl = measure(sigma)
-        gap = _log_ratio(kl, target)
+        gap = math.inf if math.isnan(kl) else math.log(kl / target) if kl > 0 else -math.inf
         tried.append(Attempt(log_sigma, sigma, kl, gap))
         if abs(gap) <= near:
             break
@@ -78,19 +78,16 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
     return Solution(best.sigma, best.kl, len(tried))
 
 
-def _log_ratio(kl: float, target: float) -> float:
-    """Return log(kl / target). A NaN KL counts as infinite, a KL of 0 or less as 0."""
-    if math.isnan(kl):
-        return math.inf
-    return math.log(kl / target) if kl > 0 else -math.inf
-
-
 def _next_log_sigma(tried: list[Attempt], near: float) -> float | None:
     """Return the next log sigma to try. `near` is log(1 + solver.tolerance).
 
     With attempts on both sides of the target it is the zero of the secant between the two nearest, or their middle.
-    Otherwise it is an extrapolation. None if these two attempts are closer than near / 10 in log sigma, because between
-    them the KL jumps over the target.
+    None if these two attempts are closer than near / 10 in log sigma, because between them the KL jumps over the
+    target.
+
+    Otherwise it is where a line through the last attempt reaches the target. The line's slope is `SLOPE`, or that of
+    the last two attempts if it is smaller. Too small a slope overshoots the target, which helps: then attempts lie on
+    both sides of it.
     """
     too_high = [attempt for attempt in tried if attempt.gap > 0]
     above = min(too_high, key=lambda attempt: attempt.log_sigma, default=None)
@@ -99,7 +96,11 @@ def _next_log_sigma(tried: list[Attempt], near: float) -> float | None:
     ]
     below = max(too_low, key=lambda attempt: attempt.log_sigma, default=None)
     if above is None or below is None:
-        return _extrapolate_log_sigma(tried)
+        last, slope = tried[-1], SLOPE
+        if len(tried) > 1 and math.isfinite(last.gap) and math.isfinite(tried[-2].gap):
+            measured_slope = (last.gap - tried[-2].gap) / (last.log_sigma - tried[-2].log_sigma)
+            slope = min(max(measured_slope, SLOPE / 10), SLOPE)
+        return last.log_sigma - min(max(last.gap / slope, -LEAP), LEAP)
     distance = above.log_sigma - below.log_sigma
     if distance < near / 10:
         return None
@@ -107,19 +108,6 @@ def _next_log_sigma(tried: list[Attempt], near: float) -> float | None:
     if math.isinf(below.gap) or math.isinf(above.gap) or one_side_moved_twice:
         return (below.log_sigma + above.log_sigma) / 2
     return below.log_sigma + -below.gap / (above.gap - below.gap) * distance
-
-
-def _extrapolate_log_sigma(tried: list[Attempt]) -> float:
-    """Return the log sigma at which a line through the last attempt reaches the target.
-
-    The line's slope is `SLOPE`, or that of the last two attempts if it is smaller. Too small a slope overshoots the
-    target, which helps: then attempts lie on both sides of it.
-    """
-    last, slope = tried[-1], SLOPE
-    if len(tried) > 1 and math.isfinite(last.gap) and math.isfinite(tried[-2].gap):
-        measured_slope = (last.gap - tried[-2].gap) / (last.log_sigma - tried[-2].log_sigma)
-        slope = min(max(measured_slope, SLOPE / 10), SLOPE)
-    return last.log_sigma - min(max(last.gap / slope, -LEAP), LEAP)
 
 
 def adapt_sigma(cfg: AqnConfig, sigma: float, kl: float) -> float:

@@ -63,8 +63,10 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
     found: dict[str, str] = {}
     if is_truncated:
         found["every completion was cut at the token limit"] = longer
-    if _has_collapsed(began, now, cfg):
-        was, earns = began["reward/mean"], now["reward/mean"]
+    was, earns = began["reward/mean"], now["reward/mean"]
+    variance = began["reward/std"] ** 2 + now["reward/std"] ** 2
+    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))  # completions of a question are correlated
+    if earns < REWARD_LEFT * was and was - earns > SIGMAS * error:
         found["the policy has collapsed"] = f"The reward was {was:.2f} as the run began and is {earns:.2f}. {slower}"
     elif all(metrics["reward/mean"] == 0 for metrics in last):
         easier = longer if is_truncated else "Type an easier task, or a model that solves some of it."
@@ -91,17 +93,6 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
 def _mean_metrics(steps: Sequence[Metrics]) -> Metrics:
     """Return the mean over `steps` of each metric that all of them have."""
     return {name: fmean(step[name] for step in steps) for name in steps[0] if all(name in step for step in steps)}
-
-
-def _has_collapsed(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
-    """Return whether the mean reward fell below half of its initial value, by more than `SIGMAS` standard errors.
-
-    `began` and `now` are mean metrics of the first and the last steps.
-    """
-    before, after = began["reward/mean"], now["reward/mean"]
-    variance = began["reward/std"] ** 2 + now["reward/std"] ** 2
-    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))  # completions of a question are correlated
-    return after < REWARD_LEFT * before and before - after > SIGMAS * error
 
 
 def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:

@@ -66,7 +66,8 @@ class NoiseLevel:
         of evenly spread steps of the stage, so that the KL fits the noise actually used.
         """
         stage, target = schedule.stage(step, self.cfg.steps, self.aqn.stages), self.target(step)
-        steps = schedule.steps_of(stage, self.cfg.steps, self.aqn.stages)
+        every = range(1, self.cfg.steps + 1)
+        steps = [one for one in every if schedule.stage(one, self.cfg.steps, self.aqn.stages) == stage]
         count = min(self.aqn.solver.draws, len(steps))
         draws = [aqn.Noise(0.0, self.cfg.seed, steps[n * len(steps) // count], self.aqn.relative) for n in range(count)]
         last_kl = self.state.get("kl", 0.0)

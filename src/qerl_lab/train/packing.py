@@ -22,29 +22,27 @@ from qerl_lab.config.schema import RunConfig
 NAME = "qerl_lab_packed"
 
 
-def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `model` so that it computes a padded batch as one row without padding. Call it inside `packed_attention`.
+def forward_packed(
+    model: Callable[..., Any], *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any
+) -> SimpleNamespace:
+    """Compute a padded batch by `model` as one row without padding. Call it inside `packed_attention`.
 
-    `model` must return `log_probs` and `entropy` of the labels, as TRL's output head does. The wrapped function takes
-    and returns padded tensors [B, T]; its results are 0 at padding.
+    `model` must return `log_probs` and `entropy` of the labels, as TRL's output head does; `kwargs` are its further
+    arguments. Takes and returns padded tensors [B, T]; the results are 0 at padding.
     """
-
-    def forward_packed(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> SimpleNamespace:
-        held = attention_mask.bool()
-        lengths = held.sum(1)
-        out = model(
-            input_ids=input_ids[held][None],
-            position_ids=(held.cumsum(1) - 1)[held][None],
-            labels=labels[held][None],
-            attention_mask=None,
-            cu_seq_lens_q=F.pad(lengths.cumsum(0), (1, 0)).int(),
-            max_length_q=int(lengths.max()),
-            use_cache=False,
-            **kwargs,
-        )
-        return SimpleNamespace(log_probs=_unpack(out.log_probs, held), entropy=_unpack(out.entropy, held))
-
-    return forward_packed
+    held = attention_mask.bool()
+    lengths = held.sum(1)
+    out = model(
+        input_ids=input_ids[held][None],
+        position_ids=(held.cumsum(1) - 1)[held][None],
+        labels=labels[held][None],
+        attention_mask=None,
+        cu_seq_lens_q=F.pad(lengths.cumsum(0), (1, 0)).int(),
+        max_length_q=int(lengths.max()),
+        use_cache=False,
+        **kwargs,
+    )
+    return SimpleNamespace(log_probs=_unpack(out.log_probs, held), entropy=_unpack(out.entropy, held))
 
 
 def _unpack(row: Tensor, held: Tensor) -> Tensor:

@@ -99,7 +99,16 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
                 print(opening_lines(session), flush=True)
                 tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)
                 session.tracker = closing.enter_context(tracker)
-            evaluate_and_train(session)
+            session.check()
+            # the quantized model: no trained adapter, no noise
+            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
+            if not saved:
+                evaluate_subset(session, 0)
+            session.check()
+            train(session)
+            session.check()
+            # with the adapter, no noise
+            evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
         except (Interrupted, EngineFailed) as error:
             if isinstance(error, Interrupted) or stop.requested:  # a signal may have killed the engine first
                 ranks.leave()
@@ -118,21 +127,6 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
         if session.tracker:
             conclude(session, session.tracker)
         return OK
-
-
-def evaluate_and_train(session: Session) -> None:
-    """Evaluate, train the remaining steps, evaluate again. Raises Interrupted if the run was asked to stop."""
-    cfg = session.cfg
-    session.check()
-    # the quantized model: no trained adapter, no noise
-    evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
-    if not session.saved:
-        evaluate_subset(session, 0)
-    session.check()
-    train(session)
-    session.check()
-    # with the adapter, no noise
-    evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
 
 
 def close_engine(engine: Engine) -> None:

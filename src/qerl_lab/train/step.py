@@ -133,7 +133,12 @@ def collect(
         how = sampling_settings(cfg, step, attempt, ranks.rank)
         rollout = ranks.run_on_all(partial(ask_engine, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
         if rollout:
-            refuse_nan(cfg, step, rollout)
+            if rollout.has_nan:
+                level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
+                raise Diverged(
+                    f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
+                    f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
+                )
             with clock.phase("reward", on_device=False):
                 drawn += grade(cfg, task, policy, questions_P, rollout)
             rollouts.append(rollout)
@@ -156,16 +161,6 @@ def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, h
     rollout = engine.generate(prompt_ids_P, group_size, how)
     refuse_incomplete(rollout, len(prompt_ids_P), group_size, how)
     return rollout
-
-
-def refuse_nan(cfg: RunConfig, step: int, rollout: Rollout) -> None:
-    """Raise Diverged if a log-prob of `rollout` is NaN."""
-    if rollout.has_nan:
-        level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
-        raise Diverged(
-            f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
-            f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
-        )
 
 
 def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
@@ -212,7 +207,8 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
 def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
     """Return the metrics of a step's completions and rewards, over all groups drawn on all ranks, on every rank.
 
-    With dynamic sampling they include `resampling_metrics`.
+    With dynamic sampling they count what was dropped and what it cost: counts are summed over ranks, resamples and
+    seconds are of the slowest rank.
     """
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
@@ -236,16 +232,8 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
         found["reward/unparsed"] = np.mean(unparsed)
     if entropies := [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]:
         found["sampler/entropy_nats"] = sum(entropies)
-    if cfg.algorithm.dynamic_sampling:
-        found |= resampling_metrics(batch, ranks)
-    return found
-
-
-def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Return the metrics of dynamic sampling.
-
-    Counts are summed over ranks. Rollouts and seconds are of the slowest rank.
-    """
+    if not cfg.algorithm.dynamic_sampling:
+        return found
     further, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
     dropped = [group for group in batch.drawn if id(group) not in trained]
     of_slowest_rank: dict[str, float] = {
@@ -260,6 +248,5 @@ def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
         "rollout/groups_flat": int(groups.is_flat(np.array([group.task_reward_G for group in batch.groups])).sum()),
     }
     of_ranks = ranks.gather(counts | of_slowest_rank)
-    return {name: sum(rank[name] for rank in of_ranks) for name in counts} | {
-        name: max(rank[name] for rank in of_ranks) for name in of_slowest_rank
-    }
+    found |= {name: sum(rank[name] for rank in of_ranks) for name in counts}
+    return found | {name: max(rank[name] for rank in of_ranks) for name in of_slowest_rank}

@@ -14,6 +14,7 @@ import resource
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,10 @@ class LabTrainer(GRPOTrainer):
     def _collect_batch(self) -> Batch:
         """Sample a batch, or wait for the one sampled ahead; measure its noise; with overlap begin the next step's.
 
-        If the engine fails, this method moves the cursor back to the start of the step, saves the finished steps, and
-        raises EngineFailed.
+        Before it samples, it solves for sigma if the step needs that, and syncs the engine. If the engine fails, this
+        method moves the cursor back to the start of the step, saves the finished steps, and raises EngineFailed.
         """
+        cfg, step, engine, level = self.cfg, self.step, self.engine, self.level
         ahead, began_at = self.ahead, self.cursor.position
         self.ahead = None
         try:
@@ -170,12 +172,23 @@ class LabTrainer(GRPOTrainer):
                 with self.clock.phase("rollout", on_device=False):
                     batch, self.cursor = ahead.result()
             else:
-                batch = self._sample_batch()
-            if self.cfg.overlaps:
+                if level.needs_solving(step):
+                    with self.clock.phase("probe"):
+                        level.solve(step, build_kl_measure(cfg, step, self.cursor, self.policy, engine, self.ranks))
+                    if self.ranks.is_first and (said := level.warning_if_missed(step)):
+                        terminal.say(f"warning, step {step}: {said}")
+                with self.clock.phase("sync"):
+                    self.ranks.run_on_all(lambda: engine.sync(level.noise(step)), EngineFailed)
+                batch = collect(cfg, step, self.cursor, self.policy, engine, self.clock, self.ranks)
+            if cfg.overlaps:
                 self.measured["rollout/staleness"] = float(ahead is not None)
             with self.clock.phase("probe"):
                 self._measure_noise(batch.rollouts[0])  # every rank has one
-            self._begin_next_batch()
+            following = step + 1
+            if is_sampled_ahead(cfg, following) and not level.needs_solving(following) and not self.stop.requested:
+                with self.clock.phase("sync"):
+                    engine.sync(level.noise(following))
+                self.ahead = sample_ahead(cfg, following, self.cursor, self.policy, engine)
             return batch
         except EngineFailed:
             self.cursor.go_to(began_at)
@@ -187,28 +200,6 @@ class LabTrainer(GRPOTrainer):
         if self.ranks.from_first(checkpoint.last_step(Path(self.args.output_dir))) < self.steps_done:
             self._save_checkpoint(self.model, None)
             self.ranks.wait()  # for rank 0, which completes the checkpoint
-
-    def _sample_batch(self) -> Batch:
-        """Solve for sigma if the step needs it, sync the engine, and sample a batch."""
-        step, engine = self.step, self.engine
-        if self.level.needs_solving(step):
-            with self.clock.phase("probe"):
-                measure = build_kl_measure(self.cfg, step, self.cursor, self.policy, engine, self.ranks)
-                self.level.solve(step, measure)
-            if self.ranks.is_first and (said := self.level.warning_if_missed(step)):
-                terminal.say(f"warning, step {step}: {said}")
-        with self.clock.phase("sync"):
-            self.ranks.run_on_all(lambda: engine.sync(self.level.noise(step)), EngineFailed)
-        return collect(self.cfg, step, self.cursor, self.policy, engine, self.clock, self.ranks)
-
-    def _begin_next_batch(self) -> None:
-        """With overlap, let a thread sample the next step from now on, unless that step must be sampled on-policy."""
-        step = self.step + 1
-        if not is_sampled_ahead(self.cfg, step) or self.level.needs_solving(step) or self.stop.requested:
-            return
-        with self.clock.phase("sync"):
-            self.engine.sync(self.level.noise(step))
-        self.ahead = sample_ahead(self.cfg, step, self.cursor, self.policy, self.engine)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
@@ -268,7 +259,7 @@ class LabTrainer(GRPOTrainer):
         weights, unless TRL has applied the weights already. Every loss is linear in the advantages, so this weights the
         loss. The forward pass skips padding if the run packs.
         """
-        call = packing.without_padding(model) if self.packs else model
+        call = partial(packing.forward_packed, model) if self.packs else model
         if not torch.is_grad_enabled():
             # The policy without its adapter is the KL reference, which has no noise either.
             norms = self.policy.clean_norms if self.policy.adapter_is_off else None

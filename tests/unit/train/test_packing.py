@@ -1,5 +1,6 @@
 """Without padding a micro-batch has the same log-probs, entropies and gradients."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,7 +62,7 @@ def learner(make, checkpointing: bool):
 def scored(model, packed: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Log-probs and entropies of the completions, 0 in the padding, and the gradients of a weighted sum of both."""
     ids, mask, labels = padded()
-    call = packing.without_padding(model) if packed else model
+    call = partial(packing.forward_packed, model) if packed else model
     with packing.packed_attention(model.get_base_model()) if packed else torch.enable_grad():
         out = call(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         held = mask[:, PROMPT:]
