@@ -49,7 +49,15 @@ class WeightFiles:
                     f"{file} is missing; allowed: {SINGLE}, or {folder / INDEX} and the files that it lists "
                     "(safetensors only: other kinds of files can run code)"
                 )
-            self._stored |= _read_header(file)
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.offset_keys():  # in stored order
+                        tensor = opened.get_slice(name)
+                        self._stored[name] = _Stored(file, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
+            except SafetensorError as error:
+                raise ValueError(f"{file} cannot be read, or is not whole ({error}); download it again") from None
+            except KeyError as error:
+                raise ValueError(f"{file} has a tensor in {error}; allowed: {', '.join(DTYPES)}") from None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,21 +136,3 @@ def copy_companions(source: Path, target: Path) -> None:
 def lab_records(folder: Path) -> dict[str, Any]:
     """Read the JSON records (RECORDS) that the lab's commands left in `folder`, by file name; {} if there are none."""
     return {name: read_json(folder / name) for name in RECORDS if (folder / name).is_file()}
-
-
-def _read_header(file: Path) -> dict[str, _Stored]:
-    """Read shape and dtype of each tensor in a safetensors file, in stored order.
-
-    Raises ValueError for a damaged file or an unknown dtype.
-    """
-    try:
-        with safe_open(file, framework="pt") as opened:
-            stored = {}
-            for name in opened.offset_keys():
-                tensor = opened.get_slice(name)
-                stored[name] = _Stored(file, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
-            return stored
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read, or is not whole ({error}); download it again") from None
-    except KeyError as error:
-        raise ValueError(f"{file} has a tensor in {error}; allowed: {', '.join(DTYPES)}") from None
