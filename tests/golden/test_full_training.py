@@ -47,7 +47,7 @@ def samples_of(batch: Batch, model: torch.nn.Module, normalize_std: bool) -> lis
     found = []
     rewards_P_G = np.array([group.reward_G for group in batch.groups])
     for group, own in zip(batch.groups, advantages(rewards_P_G, normalize_std), strict=True):
-        for tokens, sampler, advantage in zip(group.completion_ids_G, group.logprobs_G, own, strict=True):
+        for (tokens, sampler, *_), advantage in zip(group.completions_G, own, strict=True):
             logits = model(input_ids=torch.tensor([group.prompt_ids + tokens])).logits[0]
             new = logits[len(group.prompt_ids) - 1 : -1].log_softmax(-1)[torch.arange(len(tokens)), tokens]
             told = torch.tensor(sampler, dtype=torch.float64)

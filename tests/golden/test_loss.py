@@ -25,7 +25,7 @@ from qerl_lab import tasks
 from qerl_lab.aqn import Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Rollout, Sampling
+from qerl_lab.rollout.engine import Completion, Rollout, Sampling
 from qerl_lab.tasks import Question, Task
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
@@ -92,15 +92,12 @@ class ScriptedEngine:
         self.asked.append((prompt_ids_P, sampling))
         self.twin.follow(len(self.asked))
         self.samples = [self._sample(prompt, n, sampling) for prompt in prompt_ids_P for n in range(group_size)]
-        groups = [self.samples[at : at + group_size] for at in range(0, len(self.samples), group_size)]
-        return Rollout(
-            prompt_ids_P=prompt_ids_P,
-            completion_ids_P_G=[[sample.tokens for sample in group] for group in groups],
-            logprobs_P_G=[[sample.sampler.tolist() for sample in group] for group in groups],
-            finish_reasons_P_G=[["stop" if sample.finished else "length" for sample in group] for group in groups],
-            entropy=0.0,
-            seconds=1.0,
-        )
+        sampled = [
+            Completion(sample.tokens, sample.sampler.tolist(), "stop" if sample.finished else "length", entropy=0.0)
+            for sample in self.samples
+        ]
+        groups = [sampled[at : at + group_size] for at in range(0, len(sampled), group_size)]
+        return Rollout(prompt_ids_P, groups, seconds=1.0)
 
     def _sample(self, prompt: list[int], number: int, sampling: Sampling) -> Sample:
         """The first two of a group are short: an end token alone, and one that is cut."""

@@ -18,6 +18,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.rollout.vllm.backends import humming_races
+from rollouts import ids_of
 from vllm_engines import BAND_MAX, BAND_MEAN, NEEDS_VLLM, config, prompts, told, trainer_gap, trainer_logprobs
 
 pytestmark = [pytest.mark.gpu, NEEDS_VLLM]
@@ -140,7 +141,7 @@ def test_the_noise_held_is_the_noise_asked_and_reaches_the_log_probs(built: Buil
         """Of the likeliest first token of each prompt, by the same prompts and kernels."""
         built.engine.sync(noise)
         out = built.sample(Sampling(1, seed=1, temperature=0), group_size=1)
-        return torch.tensor([group[0][0] for group in out.logprobs_P_G])
+        return torch.tensor([group[0].logprobs[0] for group in out.completions_P_G])
 
     noise = Noise(sigma, seed=3, step=1)
     clean, noisy = first_logprobs(CLEAN), first_logprobs(noise)
@@ -210,7 +211,7 @@ def test_it_draws_from_the_distribution_that_the_transformers_engine_draws_from(
     prompts, how = [built.prompts[0]], Sampling(1, seed=5, temperature=temperature)
     built.engine.sync(CLEAN)
     engines = built.engine, TransformersEngine(built.policy, 1024)
-    drawn = [torch.tensor(engine.generate(prompts, 4096, how).completion_ids_P_G[0]).flatten() for engine in engines]
+    drawn = [torch.tensor(ids_of(engine.generate(prompts, 4096, how))[0]).flatten() for engine in engines]
     counts = torch.stack([torch.bincount(ids, minlength=1024) for ids in drawn])
     common = counts.sum(0) >= 20
     table = torch.cat([counts[:, common], counts[:, ~common].sum(1, keepdim=True)], dim=1)
@@ -222,12 +223,12 @@ def test_it_draws_from_the_distribution_that_the_transformers_engine_draws_from(
 def test_prompts_are_drawn_apart_and_a_seed_again(built: Built) -> None:
     built.engine.sync(CLEAN)
     state, python_state = torch.get_rng_state(), torch.cuda.get_rng_state()
-    groups = built.sample(group_size=8).completion_ids_P_G
+    groups = ids_of(built.sample(group_size=8))
     assert all(len({tuple(ids) for ids in group}) == 8 for group in groups)
     first = [ids[0] for group in groups for ids in group]
-    again = [ids[0] for group in built.sample(group_size=8).completion_ids_P_G for ids in group]
+    again = [ids[0] for group in ids_of(built.sample(group_size=8)) for ids in group]
     assert sum(a == b for a, b in zip(first, again, strict=True)) >= 0.9 * len(first)  # but where bf16 sums differ
-    other = built.sample(Sampling(64, seed=2), group_size=8).completion_ids_P_G
+    other = ids_of(built.sample(Sampling(64, seed=2), group_size=8))
     assert other != groups
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(torch.cuda.get_rng_state(), python_state)

@@ -20,7 +20,7 @@ from qerl_lab.cli.launch import GRACE_SECONDS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.rollout.engine import Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
+from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.train.stop import Stop
 
@@ -82,18 +82,17 @@ class FailingEngine(TransformersEngine):
         return next((TAKES_AWAY[kind](out) for kind in TAKES_AWAY.keys() & kinds), out)
 
 
+def retold(out: Rollout, logprobs: Callable[[Completion], list[float]]) -> Rollout:
+    """The rollout with other log-probs of each completion."""
+    groups = [[one._replace(logprobs=logprobs(one)) for one in group] for group in out.completions_P_G]
+    return replace(out, completions_P_G=groups)
+
+
 TAKES_AWAY: dict[str, Callable[[Rollout], Rollout]] = {
-    "group": lambda out: replace(
-        out, completion_ids_P_G=out.completion_ids_P_G[1:], logprobs_P_G=out.logprobs_P_G[1:],
-        finish_reasons_P_G=out.finish_reasons_P_G[1:],
-    ),
-    "logprobs": lambda out: replace(
-        out, logprobs_P_G=[[[], *out.logprobs_P_G[0][1:]], *out.logprobs_P_G[1:]]
-    ),
-    "nan": lambda out: replace(
-        out, logprobs_P_G=[[[math.nan] * len(row) for row in group] for group in out.logprobs_P_G]
-    ),
-}  # fmt: skip
+    "group": lambda out: replace(out, completions_P_G=out.completions_P_G[1:]),
+    "logprobs": lambda out: retold(out, lambda one: [] if one is out.completions[0] else one.logprobs),
+    "nan": lambda out: retold(out, lambda one: [math.nan] * len(one.ids)),
+}
 
 
 def install(words: str) -> Plan:

@@ -16,8 +16,13 @@ from qerl_lab.rollout.engine import Rollout
 
 def rows(rollout: Rollout) -> list[tuple[list[int], list[int], list[float]]]:
     """Return (prompt, completion, sampler log-probs) of every completion."""
-    groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
-    return [(p, c, lp) for p, cs, lps in groups for c, lp in zip(cs, lps, strict=True)]
+    groups = zip(rollout.prompt_ids_P, rollout.completions_P_G, strict=True)
+    return [(prompt, completion.ids, completion.logprobs) for prompt, group in groups for completion in group]
+
+
+def ids_of(rollout: Rollout) -> list[list[list[int]]]:
+    """Return the token ids of every completion, by prompt and completion."""
+    return [[completion.ids for completion in group] for group in rollout.completions_P_G]
 
 
 def unequal_prompts(policy: Policy, cfg: RunConfig) -> list[list[int]]:

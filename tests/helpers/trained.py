@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import TrainerCallback
 
+from failing_engines import retold
 from qerl_lab import tasks
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
@@ -27,8 +28,7 @@ class Jittered(TransformersEngine):
 
     def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
         out, rng = super().generate(prompt_ids_P, group_size, sampling), random.Random(3)
-        told = [[[x + rng.uniform(-0.5, 0.5) for x in row] for row in group] for group in out.logprobs_P_G]
-        return replace(out, logprobs_P_G=told)
+        return retold(out, lambda one: [logprob + rng.uniform(-0.5, 0.5) for logprob in one.logprobs])
 
 
 @dataclass

@@ -57,15 +57,8 @@ class BothRanks:
             )
             for rank in range(RANKS)
         ]
-        tokens = sum(part.tokens for part in parts)
-        return Rollout(
-            prompt_ids_P,
-            [group for part in parts for group in part.completion_ids_P_G],
-            [group for part in parts for group in part.logprobs_P_G],
-            [group for part in parts for group in part.finish_reasons_P_G],
-            entropy=sum(part.entropy * part.tokens / tokens for part in parts),
-            seconds=sum(part.seconds for part in parts),
-        )
+        groups = [group for part in parts for group in part.completions_P_G]
+        return Rollout(prompt_ids_P, groups, seconds=sum(part.seconds for part in parts))
 
 
 def command(run_dir: Path) -> subprocess.Popen[str]:

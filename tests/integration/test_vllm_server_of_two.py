@@ -17,7 +17,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.vllm_server.server_engine import VllmServerEngine
-from rollouts import distributions, gap
+from rollouts import distributions, gap, ids_of
 from small_checkpoints import write_random
 
 pytestmark = [
@@ -68,7 +68,7 @@ def test_every_worker_holds_the_same_noise_and_samples_as_one(policy_and_engine)
         assert gap(out, distributions(policy, out)) > 100 * NATS
     engine.sync(CLEAN)
     again = engine.generate(PROMPTS, 4, Sampling(32, seed=1))
-    assert again.completion_ids_P_G == first.completion_ids_P_G
+    assert ids_of(again) == ids_of(first)
 
 
 def test_an_adapter_that_cannot_be_read_leaves_the_workers_in_step(policy_and_engine) -> None:

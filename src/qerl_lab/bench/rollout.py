@@ -40,7 +40,7 @@ class LabSampler:
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
         """Sample one completion of `new` tokens per prompt; return the log-probs of its tokens, one list per prompt."""
         out = self.engine.generate(prompt_ids_P, 1, Sampling(new, seed=seed))
-        return [group[0] for group in out.logprobs_P_G]
+        return [completion.logprobs for completion in out.completions]
 
 
 def rows(job: Job) -> Iterator[Row]:

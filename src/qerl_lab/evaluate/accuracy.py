@@ -38,11 +38,10 @@ def ask_questions(
     if out.has_nan:
         raise FloatingPointError("the sampler's logits are NaN")
     asked = [question for question in questions for _ in range(samples)]
-    ids = [completion for group in out.completion_ids_P_G for completion in group]
     texts = [
         text
-        for prompt, group in zip(prompts, out.completion_ids_P_G, strict=True)
-        for text in with_answer_start(policy.prompt(prompt), [policy.decode(completion) for completion in group])
+        for prompt, group in zip(prompts, out.completions_P_G, strict=True)
+        for text in with_answer_start(policy.prompt(prompt), [policy.decode(completion.ids) for completion in group])
     ]
     scores = task.grade(texts, asked)
     rows = {
@@ -52,8 +51,8 @@ def ask_questions(
         "accuracy": scores["answer"],
         "format": scores["format"],
         **{part: score for part, score in scores.items() if part not in REWARDED},
-        "tokens": [len(completion) for completion in ids],
-        "truncated": [reason == "length" for group in out.finish_reasons_P_G for reason in group],
+        "tokens": [len(completion.ids) for completion in out.completions],
+        "truncated": [completion.finish_reason == "length" for completion in out.completions],
         "completion": texts,
     }
     return pd.DataFrame(rows), out.entropy

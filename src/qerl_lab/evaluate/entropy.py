@@ -162,8 +162,8 @@ def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
     prompts = [dense.chat.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]
     most = options.max_completion_tokens
     print(f"sampling {len(prompts)} completions of at most {most} tokens by the dense model, on {device}", flush=True)
-    completions = rollout.build(cfg, dense).generate(prompts, 1, Sampling(most, options.seed)).completion_ids_P_G
-    pairs = [(prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)]
+    completions = rollout.build(cfg, dense).generate(prompts, 1, Sampling(most, options.seed)).completions
+    pairs = [(prompt, completion.ids) for prompt, completion in zip(prompts, completions, strict=True)]
     model = dense.base
     states = kl.hidden_states(model, pairs, options.batch_size)
     entropies = torch.cat([kl.entropy_per_token(p).cpu() for p in kl.logprobs(model, states)])

@@ -5,11 +5,10 @@ Suffixes name the axes of ragged lists: `x_P` is a list by prompt, `x_P_G` by pr
 
 import math
 import random
-import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -38,9 +37,15 @@ class Sampling:
 
 
 class Completion(NamedTuple):
-    """One sampled completion, with token ids, log-probs and finish reason as in `Rollout`.
+    """One sampled completion.
 
-    `entropy` is summed over its tokens, in nats; None if the engine never sees all probabilities.
+    Attributes:
+        ids: token ids, including the end token.
+        logprobs: the sampler's log-probs of `ids` in nats, at the sampling temperature and before any nucleus (top_p)
+            cut; NaN where the logits are NaN. Empty with top_p < 1 if the engine sees only the log-probs after the cut.
+        finish_reason: "stop" at an end token, "length" at `Sampling.max_tokens` without one.
+        entropy: -sum p log p over the vocabulary in nats, summed over all tokens, with the probabilities of `logprobs`.
+            None if the engine never sees the probabilities of the whole vocabulary.
     """
 
     ids: list[int]
@@ -53,54 +58,33 @@ class Completion(NamedTuple):
 class Rollout:
     """G completions of each of P prompts, as plain data.
 
-    Attributes:
-        completion_ids_P_G: token ids, including the end token.
-        logprobs_P_G: the sampler's log-probs of the sampled tokens in nats, at the sampling temperature and before any
-            nucleus (top_p) cut; NaN where the logits are NaN. Empty with top_p < 1 if the engine sees only the
-            log-probs after the cut.
-        finish_reasons_P_G: "stop" at an end token, "length" at `Sampling.max_tokens` without one.
-        entropy: -sum p log p over the vocabulary in nats, averaged over all completion tokens, with the probabilities
-            of `logprobs_P_G`. None if the engine never sees the probabilities of the whole vocabulary.
-        seconds: wall time of sampling, until the device has finished.
+    `seconds` is the wall time of sampling, until the device has finished.
     """
 
     prompt_ids_P: list[list[int]]
-    completion_ids_P_G: list[list[list[int]]]
-    logprobs_P_G: list[list[list[float]]]
-    finish_reasons_P_G: list[list[str]]
-    entropy: float | None
+    completions_P_G: list[list[Completion]]
     seconds: float
 
-    @classmethod
-    def from_completions(
-        cls, prompt_ids_P: list[list[int]], completions_P_G: list[list[Completion]], started: float
-    ) -> Self:
-        """Build a rollout from G completions of each of P prompts.
-
-        `started` is the time at which sampling began, by `time.perf_counter`. Sampling must have ended, because
-        `seconds` is the time from `started` until now. The mean entropy is None if no completion has an entropy.
-        """
-        every_completion = [completion for group in completions_P_G for completion in group]
-        entropies = [completion.entropy for completion in every_completion if completion.entropy is not None]
-        tokens = sum(len(completion.ids) for completion in every_completion)
-        return cls(
-            prompt_ids_P,
-            completion_ids_P_G=[[completion.ids for completion in group] for group in completions_P_G],
-            logprobs_P_G=[[completion.logprobs for completion in group] for group in completions_P_G],
-            finish_reasons_P_G=[[completion.finish_reason for completion in group] for group in completions_P_G],
-            entropy=sum(entropies) / tokens if entropies else None,
-            seconds=time.perf_counter() - started,
-        )
+    @property
+    def completions(self) -> list[Completion]:
+        """Return all completions, those of a prompt consecutively."""
+        return [completion for group in self.completions_P_G for completion in group]
 
     @property
     def tokens(self) -> int:
         """Return the number of completion tokens."""
-        return sum(len(ids) for group in self.completion_ids_P_G for ids in group)
+        return sum(len(completion.ids) for completion in self.completions)
+
+    @property
+    def entropy(self) -> float | None:
+        """Return the entropy in nats, averaged over all completion tokens; None if no completion has an entropy."""
+        entropies = [completion.entropy for completion in self.completions if completion.entropy is not None]
+        return sum(entropies) / self.tokens if entropies else None
 
     @property
     def has_nan(self) -> bool:
         """Tell whether a log-prob is NaN, as it is where the sampler's logits are NaN."""
-        return any(math.isnan(one) for group in self.logprobs_P_G for logprobs in group for one in logprobs)
+        return any(math.isnan(logprob) for completion in self.completions for logprob in completion.logprobs)
 
 
 class EngineFailed(RuntimeError):
@@ -112,16 +96,15 @@ def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling:
 
     Each completion needs one log-prob per token; with top_p < 1 it may lack all log-probs.
     """
-    if (sizes := [len(group) for group in rollout.completion_ids_P_G]) != prompts * [group_size]:
+    if (sizes := [len(group) for group in rollout.completions_P_G]) != prompts * [group_size]:
         raise EngineFailed(
             f"the engine gave {sum(sizes)} completions for {len(sizes)} prompts; asked: {group_size} for each of "
             f"{prompts}"
         )
-    for ids_G, logprobs_G in zip(rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True):
-        for ids, logprobs in zip(ids_G, logprobs_G, strict=True):
-            untold = sampling.top_p < 1 and not logprobs
-            if not ids or (len(ids) != len(logprobs) and not untold):
-                raise EngineFailed(f"the engine gave {len(logprobs)} log-probs for a completion of {len(ids)} tokens")
+    for ids, logprobs, *_ in rollout.completions:
+        untold = sampling.top_p < 1 and not logprobs
+        if not ids or (len(ids) != len(logprobs) and not untold):
+            raise EngineFailed(f"the engine gave {len(logprobs)} log-probs for a completion of {len(ids)} tokens")
 
 
 OnDone = Callable[[int], None]

@@ -49,7 +49,7 @@ class TransformersEngine(Engine):
                 completions += batch
                 on_done(len(batch))
         grouped = [completions[at : at + group_size] for at in range(0, len(completions), group_size)]
-        return Rollout.from_completions(prompt_ids_P, grouped, started)
+        return Rollout(prompt_ids_P, grouped, time.perf_counter() - started)
 
     def _generate_batch(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         """Generate one completion of each prompt."""

@@ -134,7 +134,7 @@ def build_kl_measure(
             return []
         out = engine.generate(prompts, 1, how)
         refuse_incomplete(out, len(prompts), 1, how)
-        return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
+        return [(prompt, sampled.ids) for prompt, sampled in zip(out.prompt_ids_P, out.completions, strict=True)]
 
     pairs = ranks.run_on_all(sample_own_texts, EngineFailed)
     batch_size = max(1, min(cfg.optim.completions_at_once, len(pairs) // cfg.aqn.solver.draws))
@@ -162,15 +162,13 @@ def probe(
         completions: number of completions to measure on, spread over the prompts of `rollout`.
         temperature: sampling temperature of `rollout`.
     """
-    rows = []  # prompt, completion and its log-probs
-    for prompt_ids, ids_G, logprobs_G in zip(
-        rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True
-    ):
-        rows += [(prompt_ids, ids, logprobs) for ids, logprobs in zip(ids_G, logprobs_G, strict=True)]
+    groups = zip(rollout.prompt_ids_P, rollout.completions_P_G, strict=True)
+    rows = [(prompt_ids, completion) for prompt_ids, completions_G in groups for completion in completions_G]
     rows = rows[:: max(1, len(rows) // completions)][:completions]
-    pairs = [(prompt_ids, ids) for prompt_ids, ids, _ in rows]
+    pairs = [(prompt_ids, completion.ids) for prompt_ids, completion in rows]
     tokens_T = torch.tensor([token for _, ids in pairs for token in ids], device=policy.device)
-    sampler_T = torch.tensor([logprob for _, _, logprobs in rows for logprob in logprobs], dtype=torch.float64)
+    told = [logprob for _, completion in rows for logprob in completion.logprobs]
+    sampler_T = torch.tensor(told, dtype=torch.float64)
     noisy = {name: weight.to(policy.norms[name]) for name, weight in norms.items()}
     kl_chunks, noisy_chunks = list[Tensor](), list[Tensor]()
     with policy.as_sampler(policy.clean_norms):

@@ -19,7 +19,7 @@ from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate.summary import answer_entropy
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling, refuse_incomplete
+from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, Rollout, Sampling, refuse_incomplete
 from qerl_lab.tasks import UNPARSED, Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
 from qerl_lab.train.ranks import ALONE, Ranks
@@ -74,12 +74,15 @@ class Group:
 
     question: Question
     prompt_ids: list[int]
-    completion_ids_G: list[list[int]]
-    logprobs_G: list[list[float]]
-    finished_G: list[bool]
+    completions_G: list[Completion]
     texts_G: list[str]
     parts: dict[str, Rewards]
     unparsed_G: Rewards | None
+
+    @property
+    def finished_G(self) -> list[bool]:
+        """Return for each completion [G] whether it ended by itself, not at the token limit."""
+        return [completion.finish_reason == "stop" for completion in self.completions_G]
 
     @property
     def reward_G(self) -> Rewards:
@@ -178,14 +181,14 @@ def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sam
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
     """Grade a rollout of `questions_P`, with the overlong penalty if configured; return one group per question."""
     texts_P_G = []
-    for prompt_ids, completion_ids_G in zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True):
-        completions_G = [policy.decode(ids) for ids in completion_ids_G]
-        texts_P_G.append(with_answer_start(policy.prompt(prompt_ids), completions_G))
+    for prompt_ids, completions_G in zip(rollout.prompt_ids_P, rollout.completions_P_G, strict=True):
+        decoded_G = [policy.decode(completion.ids) for completion in completions_G]
+        texts_P_G.append(with_answer_start(policy.prompt(prompt_ids), decoded_G))
     texts = [text for texts_G in texts_P_G for text in texts_G]
     scores = task.grade(texts, [question for question in questions_P for _ in range(cfg.rollout.group_size)])
     parts = task.weighted(scores, texts)
     if buffer := cfg.overlong_buffer:
-        lengths = [len(ids) for completion_ids_G in rollout.completion_ids_P_G for ids in completion_ids_G]
+        lengths = [len(completion.ids) for completion in rollout.completions]
         parts[OVERLONG] = groups.overlong_penalty(lengths, cfg.rollout.max_completion_tokens, buffer)
     parts_P_G = {name: part.reshape(len(questions_P), -1) for name, part in parts.items()}
     unparsed_P_G = scores[UNPARSED].reshape(len(questions_P), -1) if UNPARSED in scores else None
@@ -193,9 +196,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
         Group(
             question,
             prompt_ids=rollout.prompt_ids_P[p],
-            completion_ids_G=rollout.completion_ids_P_G[p],
-            logprobs_G=rollout.logprobs_P_G[p],
-            finished_G=[reason == "stop" for reason in rollout.finish_reasons_P_G[p]],
+            completions_G=rollout.completions_P_G[p],
             texts_G=texts_P_G[p],
             parts={name: part_P_G[p] for name, part_P_G in parts_P_G.items()},
             unparsed_G=None if unparsed_P_G is None else unparsed_P_G[p],

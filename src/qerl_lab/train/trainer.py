@@ -207,8 +207,8 @@ class LabTrainer(GRPOTrainer):
         groups = self.batch.groups
         return {
             "prompt_ids": [group.prompt_ids for group in groups for _ in group.texts_G],
-            "completion_ids": [ids for group in groups for ids in group.completion_ids_G],
-            "logprobs": [logprobs for group in groups for logprobs in group.logprobs_G],
+            "completion_ids": [completion.ids for group in groups for completion in group.completions_G],
+            "logprobs": [completion.logprobs for group in groups for completion in group.completions_G],
         }
 
     def _collected_reward(self, **_: object) -> list[float]:

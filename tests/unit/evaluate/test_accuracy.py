@@ -1,6 +1,7 @@
 """The held-out evaluation: what is asked, with which draw, and what it says."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from qerl_lab import tasks
 from qerl_lab.evaluate.accuracy import ask_questions, evaluate, evaluation_seed
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import OnDone, Rollout, Sampling
+from qerl_lab.rollout.engine import Completion, OnDone, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 
 
@@ -23,8 +24,7 @@ class Recording:
 
     def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone) -> Rollout:
         self.asked.append((prompts, sampling))
-        ids, logprobs, ends = ([[one] * group_size for _ in prompts] for one in ([5], [-1.0], "stop"))
-        return Rollout(prompts, ids, logprobs, ends, self.entropy, seconds=1.0)
+        return Rollout(prompts, [[Completion([5], [-1.0], "stop", self.entropy)] * group_size for _ in prompts], 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +80,19 @@ def test_a_policy_that_did_not_change_gains_exactly_nothing(policy, tiny) -> Non
 
 
 class Scripted(Recording):
-    """An engine that answers what it is given: `texts_P_G` in the tokens of a policy, and why each ended."""
+    """An engine that answers what it is given: `texts_P_G` in the tokens of a policy, `cut` those of some indices."""
 
-    def __init__(self, policy: Policy, texts_P_G: list[list[str]], **changes: Any) -> None:
+    def __init__(self, policy: Policy, texts_P_G: list[list[str]], cut: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__()
-        ids_P_G = [[policy.tokenizer(text)["input_ids"] for text in group] for group in texts_P_G]
-        logprobs_P_G = [[[-1.0] * len(ids) for ids in group] for group in ids_P_G]
-        self.changes = {"completion_ids_P_G": ids_P_G, "logprobs_P_G": logprobs_P_G} | changes
+
+        def answer(text: str, p: int, g: int) -> Completion:
+            ids = policy.tokenizer(text)["input_ids"]
+            return Completion(ids, [-1.0] * len(ids), "length" if (p, g) in cut else "stop")
+
+        self.answers = [[answer(text, p, g) for g, text in enumerate(group)] for p, group in enumerate(texts_P_G)]
 
     def generate(self, *args: Any) -> Rollout:
-        return replace(super().generate(*args), **self.changes)
+        return replace(super().generate(*args), completions_P_G=self.answers)
 
 
 def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
@@ -121,8 +124,7 @@ def test_completions_that_were_cut_are_graded_and_counted(policy, tiny) -> None:
     cfg = tiny(eval__questions=2, eval__samples=2)
     task = tasks.load(cfg.task)
     first, second = (f"<answer>{question.answer}</answer>" for question in task.heldout[:2])
-    ends = [["stop", "length"], ["length", "length"]]
-    engine = Scripted(policy, [[first, first], ["<think>", second]], finish_reasons_P_G=ends)
+    engine = Scripted(policy, [[first, first], ["<think>", second]], cut=[(0, 1), (1, 0), (1, 1)])
     found = evaluate(engine, policy, task, cfg, range(2), 2)
     assert found.rows["truncated"].tolist() == [0.5, 1.0]
     assert found.metrics()["eval/truncated_fraction"] == 0.75

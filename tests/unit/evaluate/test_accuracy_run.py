@@ -26,6 +26,7 @@ from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
+from rollouts import ids_of
 from run_directories import write_config
 
 MATH500 = '{"problem": "What is $1+1$?", "answer": "2", "unique_id": "a/1"}\n'
@@ -62,7 +63,7 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     task = tasks.load(cfg.task)
     prompts = [learner.chat.prompt_ids(task.messages(question)) for question in task.heldout[:4]]
     sampling = Sampling(16, accuracy_run.evaluation_seed(0, "arithmetic", 0), 1.0, 1.0)
-    ids = rollout.build(cfg, learner).generate(prompts, 2, sampling).completion_ids_P_G
+    ids = ids_of(rollout.build(cfg, learner).generate(prompts, 2, sampling))
     assert rows["completion"].tolist() == [learner.decode(one) for group in ids for one in group]
     assert rows["id"].tolist() == [question.id for question in task.heldout[:4] for _ in range(2)]
     assert rows["tokens"].tolist() == [len(one) for group in ids for one in group]

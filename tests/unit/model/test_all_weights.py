@@ -16,6 +16,7 @@ from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
+from rollouts import ids_of
 from small_checkpoints import write_dense
 from trained import train
 
@@ -122,6 +123,6 @@ def test_the_transformers_engine_samples_the_weights_as_they_are(full: Policy) -
     before = engine.generate([[3, 4, 5]], 4, sampling)
     full.base.get_output_embeddings().weight.data.zero_()  # every token is as likely
     after = engine.generate([[3, 4, 5]], 4, sampling)
-    logprobs = [logprob for row in after.logprobs_P_G[0] for logprob in row]
+    logprobs = [logprob for completion in after.completions for logprob in completion.logprobs]
     assert logprobs == pytest.approx([-math.log(full.base.config.vocab_size)] * len(logprobs), abs=1e-5)
-    assert before.completion_ids_P_G != after.completion_ids_P_G
+    assert ids_of(before) != ids_of(after)

@@ -22,7 +22,7 @@ from qerl_lab.aqn import CLEAN, Noise, observed_std
 from qerl_lab.config.schema import ENGINES
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
-from rollouts import distributions, gap, of_tokens, rows, unequal_prompts
+from rollouts import distributions, gap, ids_of, of_tokens, rows, unequal_prompts
 
 NATS = {"transformers": 1e-4, "vllm": 1e-4, "vllm_server": 1e-4}  # how near the log-probs of an engine come to float64
 NOISE = Noise(0.3, seed=0, step=1)
@@ -82,14 +82,13 @@ def check_shapes(built: Built) -> None:
     """P groups of G, a log-prob a token, and a group is not one draw repeated."""
     out = built.sample()
     assert out.prompt_ids_P == built.prompts
-    for groups in (out.completion_ids_P_G, out.logprobs_P_G, out.finish_reasons_P_G):
-        assert [len(group) for group in groups] == [3] * len(built.prompts)
+    assert [len(group) for group in out.completions_P_G] == [3] * len(built.prompts)
     for _, completion, logprobs in rows(out):
         assert len(logprobs) == len(completion) > 0
         assert max(logprobs) <= 0
     assert out.tokens == sum(len(completion) for _, completion, _ in rows(out))
     assert out.seconds > 0
-    assert all(len({tuple(ids) for ids in group}) > 1 for group in out.completion_ids_P_G)
+    assert all(len({tuple(ids) for ids in group}) > 1 for group in ids_of(out))
 
 
 def check_logprobs(built: Built) -> None:
@@ -134,7 +133,7 @@ def check_greedy(built: Built) -> None:
     assert gap(out, told) < built.nats
     assert out.entropy is None or out.entropy > 0.01
     again = built.sample(Sampling(40, seed=2, temperature=0), group_size=1)
-    assert again.completion_ids_P_G == out.completion_ids_P_G
+    assert ids_of(again) == ids_of(out)
 
 
 def check_entropy(built: Built) -> None:
@@ -160,17 +159,17 @@ def check_seed(built: Built) -> None:
     first = built.sample(Sampling(24, seed=7))
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert built.sample(Sampling(24, seed=7)).completion_ids_P_G == first.completion_ids_P_G
-    assert built.sample(Sampling(24, seed=8)).completion_ids_P_G != first.completion_ids_P_G
+    assert ids_of(built.sample(Sampling(24, seed=7))) == ids_of(first)
+    assert ids_of(built.sample(Sampling(24, seed=8))) != ids_of(first)
 
 
 def check_parts(built: Built) -> None:
     """Prompts that are asked in parts share no draw; vLLM's are those of all at once."""
     whole = built.sample(Sampling(24, seed=7))
     same, part = (built.engine.generate(built.prompts[2:], 3, Sampling(24, seed=7, first=first)) for first in (0, 2))
-    assert part.completion_ids_P_G != same.completion_ids_P_G
+    assert ids_of(part) != ids_of(same)
     if "vllm" in type(built.engine).__module__:
-        assert part.completion_ids_P_G == whole.completion_ids_P_G[2:]
+        assert ids_of(part) == ids_of(whole)[2:]
 
 
 def check_finish_reasons(built: Built) -> None:
@@ -178,7 +177,7 @@ def check_finish_reasons(built: Built) -> None:
     lengths = sorted(len(c) for _, c, _ in rows(built.sample(Sampling(80, seed=3), 6)) if c[-1] in ends(built))
     limit = lengths[len(lengths) // 2]
     out = built.sample(Sampling(limit, seed=3), 6)
-    reasons = [reason for group in out.finish_reasons_P_G for reason in group]
+    reasons = [completion.finish_reason for completion in out.completions]
     assert set(reasons) == {"stop", "length"}
     for (_, completion, _), reason in zip(rows(out), reasons, strict=True):
         assert not set(completion[:-1]) & ends(built)
@@ -195,11 +194,11 @@ def check_end_at_the_limit(built: Built) -> None:
     """It is a stop."""
     prompts = built.prompts[1:2]
     long = built.engine.generate(prompts, 8, Sampling(80, seed=3))
-    shortest = min(len(c) for c in long.completion_ids_P_G[0])
+    shortest = min(len(c) for c in ids_of(long)[0])
     cut = built.engine.generate(prompts, 8, Sampling(shortest, seed=3))
-    stopped = [c[-1] in ends(built) for c in cut.completion_ids_P_G[0]]
+    stopped = [c[-1] in ends(built) for c in ids_of(cut)[0]]
     assert any(stopped)
-    assert cut.finish_reasons_P_G == [["stop" if stop else "length" for stop in stopped]]
+    assert [one.finish_reason for one in cut.completions] == ["stop" if stop else "length" for stop in stopped]
 
 
 def check_progress(built: Built) -> None:
@@ -262,7 +261,7 @@ def check_close(built: Built) -> None:
     states = global_randomness()
     other = built.make()
     assert global_randomness() == states
-    assert other.generate(built.prompts, 3, SAMPLINGS[0]).completion_ids_P_G == first.completion_ids_P_G
+    assert ids_of(other.generate(built.prompts, 3, SAMPLINGS[0])) == ids_of(first)
     other.close()
 
 

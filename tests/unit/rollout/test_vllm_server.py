@@ -24,6 +24,7 @@ from qerl_lab.quantize.__main__ import COMMAND
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.vllm.transfer import encode_tensor
 from qerl_lab.rollout.vllm_server import server_command
+from rollouts import ids_of
 from waiting import wait_for
 
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
@@ -74,8 +75,8 @@ def test_a_rollout_is_a_request_a_prompt(engine, fake: FakeVllm, policy: Policy)
     fixed = {"model": name, "n": 2, "max_tokens": 4, "logprobs": 0, "stop_token_ids": policy.end_ids()}
     assert all(body | fixed == body for body in bodies)
     assert told == [2, 2, 2]
-    assert out.completion_ids_P_G == [[[5] * 4] * 2] * 3
-    assert out.logprobs_P_G[0][0] == fake.logprobs(PROMPTS[0], 4)
+    assert ids_of(out) == [[[5] * 4] * 2] * 3
+    assert out.completions[0].logprobs == fake.logprobs(PROMPTS[0], 4)
     assert out.entropy is None
     seeds = [body["seed"] for body in bodies]
     fake.asked.clear()
@@ -123,7 +124,7 @@ def test_nan_is_a_logprob(engine, fake: FakeVllm) -> None:
     """The server cannot say it in JSON, and refuses: the same draws come again without log-probs."""
     fake.faults[COMPLETIONS] = [refusal(400, "Out of range float values are not JSON compliant: nan")]
     out = engine.generate(PROMPTS[:1], 2, SAMPLING)
-    assert all(math.isnan(logprob) for row in out.logprobs_P_G[0] for logprob in row)
+    assert all(math.isnan(logprob) for completion in out.completions for logprob in completion.logprobs)
     first, again = sent(fake, COMPLETIONS)[-2:]
     assert again == first | {"logprobs": None}
 
@@ -137,7 +138,7 @@ def test_a_lost_connection_is_tried_again(engine, fake: FakeVllm, fault) -> None
     fake.faults = {COMPLETIONS: [fault, fault], RPC: [fault], "/reset_prefix_cache": [fault]}
     engine.sync(Noise(0.1, seed=0, step=1))
     again = engine.generate(PROMPTS, 2, SAMPLING)
-    assert again.completion_ids_P_G == clean.completion_ids_P_G
+    assert ids_of(again) == ids_of(clean)
     assert not any(fake.faults.values())
 
 
@@ -200,7 +201,7 @@ def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, build) -> None:
     """So does an unload. The second try then finds nothing left to do."""
     fake.adapters["policy-old"] = "gone"
     fake.faults = {"/v1/load_lora_adapter": [LOSE], "/v1/unload_lora_adapter": [LOSE]}
-    assert len(build().generate(PROMPTS, 2, SAMPLING).completion_ids_P_G) == 3
+    assert len(build().generate(PROMPTS, 2, SAMPLING).completions) == 6
     assert "policy-old" not in fake.adapters
 
 

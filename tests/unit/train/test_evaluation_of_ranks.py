@@ -14,7 +14,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate.accuracy import evaluation_seed
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling
+from qerl_lab.rollout.engine import Completion, EngineFailed, OnDone, Rollout, Sampling
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.run import Session, evaluate_heldout
@@ -44,9 +44,9 @@ class Scripted:
             raise EngineFailed("the worker died")
         for _ in prompts:
             on_done(group_size)
-        ids = [[[65] * (how.first + p + 1)] * group_size for p in range(len(prompts))]
-        logprobs = [[[self.logprob] * len(row) for row in group] for group in ids]
-        return Rollout(prompts, ids, logprobs, [["stop"] * group_size for _ in prompts], self.entropy, seconds=1.0)
+        lengths = [how.first + p + 1 for p in range(len(prompts))]
+        answers = [Completion([65] * n, [self.logprob] * n, "stop", self.entropy * n) for n in lengths]
+        return Rollout(prompts, [[answer] * group_size for answer in answers], seconds=1.0)
 
 
 @pytest.fixture

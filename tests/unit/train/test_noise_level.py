@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from failing_engines import Runs, StopWhen
+from failing_engines import Runs, StopWhen, retold
 from qerl_lab import tasks
 from qerl_lab.aqn import CLEAN, Noise, level, observed_std
 from qerl_lab.aqn.solver import Solution, adapt_sigma
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
+from qerl_lab.rollout.engine import Completion, EngineFailed, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train.noise_level import NoiseLevel, build_kl_measure, probe
@@ -262,8 +262,10 @@ def test_the_second_stage_begins_where_the_first_one_led(tiny) -> None:
 NOISE = Noise(0.3, seed=0, step=1)
 PROMPTS = [[5], [3, 4, 5, 6, 7, 8], [9, 8, 7]]
 COMPLETIONS = [[[7, 9, 11], [5]], [[1, 3, 4, 5], [8, 8]], [[6], [2, 3]]]
-TOLD = [[[-1.0 - token / 8 for token in row] for row in group] for group in COMPLETIONS]
-ROLLOUT = Rollout(PROMPTS, COMPLETIONS, TOLD, [], entropy=None, seconds=1.0)
+ROLLOUT = Rollout(
+    PROMPTS, [[Completion(row, [-1.0 - token / 8 for token in row], "stop") for row in group] for group in COMPLETIONS],
+    seconds=1.0,
+)  # fmt: skip
 
 
 def held(policy: Policy, noise: Noise) -> dict[str, Tensor]:
@@ -304,10 +306,9 @@ def test_norms_of_an_engine_in_another_dtype_are_measured_as_they_are(policy: Po
 def test_the_kernel_gap_is_what_the_sampler_says_beyond_its_own_weights(policy: Policy) -> None:
     noisy = held(policy, NOISE)
     logps = of_tokens(distributions(policy, ROLLOUT, noisy, 0.8), ROLLOUT).tolist()
-    told = [[[logps.pop(0) for _ in ids] for ids in group] for group in COMPLETIONS]
-    sound = replace(ROLLOUT, logprobs_P_G=told)
+    sound = retold(ROLLOUT, lambda one: [logps.pop(0) for _ in one.ids])
     assert probe(policy, noisy, sound, 6, temperature=0.8)[1].max() < 1e-5
-    off = replace(ROLLOUT, logprobs_P_G=[[[x + 0.1 * n for n, x in enumerate(row)] for row in group] for group in told])
+    off = retold(sound, lambda one: [logprob + 0.1 * n for n, logprob in enumerate(one.logprobs)])
     expected = [0.1 * n for group in COMPLETIONS for row in group for n in range(len(row))]
     assert probe(policy, noisy, off, 6, temperature=0.8)[1].tolist() == pytest.approx(expected, abs=1e-5)
 

@@ -13,7 +13,7 @@ import pytest
 
 from qerl_lab.algorithms import groups
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
+from qerl_lab.rollout.engine import Completion, EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import Batch, Clock, collect, completion_metrics, sampling_settings
@@ -62,14 +62,14 @@ class ScriptedEngine:
         lengths = [1 + (sampling.seed + n) % group_size for n in range(group_size)]
         entropy = self.entropies[min(len(self.asked), len(self.entropies) - 1)]
         self.asked.append(([ScriptedPolicy().decode(ids) for ids in prompt_ids_P], sampling))
-        return Rollout(
-            prompt_ids_P=prompt_ids_P,
-            completion_ids_P_G=[[[65 + p] * length for length in lengths] for p in range(len(prompt_ids_P))],
-            logprobs_P_G=[[[self.logprob] * length for length in lengths] for _ in prompt_ids_P],
-            finish_reasons_P_G=[["length" if n == group_size else "stop" for n in lengths] for _ in prompt_ids_P],
-            entropy=entropy,
-            seconds=2.0,
-        )
+
+        def sampled(prompt: int, length: int) -> Completion:
+            reason = "length" if length == group_size else "stop"
+            summed = None if entropy is None else entropy * length
+            return Completion([65 + prompt] * length, [self.logprob] * length, reason, summed)
+
+        groups = [[sampled(p, length) for length in lengths] for p in range(len(prompt_ids_P))]
+        return Rollout(prompt_ids_P, groups, seconds=2.0)
 
 
 @dataclass
@@ -126,8 +126,8 @@ def test_a_group_is_its_question_with_what_was_sampled_and_earned(setting) -> No
     group = run.collect().groups[1]
     assert group.question.id == run.order(5)[4]
     assert group.prompt_ids == ScriptedPolicy().prompt_ids([{"content": group.question.prompt}])
-    assert group.texts_G == ["B" * len(ids) for ids in group.completion_ids_G]
-    assert [len(logprobs) for logprobs in group.logprobs_G] == [len(text) for text in group.texts_G]
+    assert group.texts_G == ["B" * len(completion.ids) for completion in group.completions_G]
+    assert [len(completion.logprobs) for completion in group.completions_G] == [len(text) for text in group.texts_G]
     assert group.finished_G == [len(text) < 4 for text in group.texts_G]
     assert group.parts["answer"].tolist() == [float(len(text) % 2 == 0) for text in group.texts_G]
     assert group.parts["format"].tolist() == [0.2] * 4
@@ -136,7 +136,7 @@ def test_a_group_is_its_question_with_what_was_sampled_and_earned(setting) -> No
 def test_what_the_prompt_has_begun_is_graded_with_the_completion(setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedPolicy, "prompt", lambda self, ids: "How many?<think>\n")
     group = setting().collect().groups[0]
-    assert group.texts_G == ["<think>\n" + "A" * len(ids) for ids in group.completion_ids_G]
+    assert group.texts_G == ["<think>\n" + "A" * len(completion.ids) for completion in group.completions_G]
 
 
 def test_flat_groups_are_replaced_by_the_next_questions_until_none_is_missing(setting) -> None:
@@ -259,7 +259,7 @@ def test_the_overlong_punishment_is_a_part_of_the_reward_but_keeps_no_group(sett
     batch = run.collect()
     assert batch.drawn[0].question.id not in [group.question.id for group in batch.groups]
     for group in batch.groups:
-        lengths = [len(ids) for ids in group.completion_ids_G]
+        lengths = [len(completion.ids) for completion in group.completions_G]
         assert group.parts["overlong"].tolist() == groups.overlong_penalty(lengths, 4, 2).tolist() != [0.0] * 4
     rewards = np.array([sum(group.parts.values()) for group in batch.groups])
     np.testing.assert_array_equal(batch.advantage_P_G, groups.advantage(rewards, True))

@@ -168,7 +168,7 @@ class VllmEngine(Engine):
                 if len(found) < len(prompt_ids_P):  # so that an interrupted engine can go on
                     engine.abort_request([str(index) for index in range(len(prompt_ids_P))])
         completions_P_G = [read_completions(found[str(p)], names_G) for p, names_G in enumerate(names_P_G)]
-        return Rollout.from_completions(prompt_ids_P, completions_P_G, started)
+        return Rollout(prompt_ids_P, completions_P_G, time.perf_counter() - started)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""

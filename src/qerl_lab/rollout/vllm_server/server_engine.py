@@ -102,11 +102,11 @@ class VllmServerEngine(Engine):
         policy, model, rollout = self.policy, self.cfg.model, self.cfg.rollout
         prompt = policy.tokenizer(PROBE)["input_ids"][: rollout.max_prompt_tokens]
         out = self.generate([prompt], 1, Sampling(min(PROBE_TOKENS, rollout.max_completion_tokens), seed=0))
-        ids = out.completion_ids_P_G[0][0]
+        ids, told, *_ = out.completions[0]
         with policy.as_sampler():
             logits = policy.model(input_ids=torch.tensor([prompt + ids], device=policy.device)).logits[0]
         own = logits[len(prompt) - 1 : -1].float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu()
-        gap = (own - torch.tensor(out.logprobs_P_G[0][0])).abs().mean().item()
+        gap = (own - torch.tensor(told)).abs().mean().item()
         near = NEAR[policy.model.dtype]
         if not gap < near:  # NaN too
             raise ConfigError(
@@ -210,7 +210,7 @@ class VllmServerEngine(Engine):
             pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
         groups = [job.result() for job in jobs]
         self._require_only_adapter()  # then no other run has used the server during the rollout
-        return Rollout.from_completions(prompt_ids_P, groups, started)
+        return Rollout(prompt_ids_P, groups, time.perf_counter() - started)
 
     def _complete(self, body: dict[str, Any], deadline: float) -> list[Completion]:
         """Send the /v1/completions request `body` for one prompt; return its completions.
