@@ -186,6 +186,12 @@ def build_policy() -> "Callable[[RunConfig], Policy]":
 
 
 @pytest.fixture(scope="module")
+def policy(tiny: Callable[..., RunConfig], build_policy: "Callable[[RunConfig], Policy]") -> "Policy":
+    """The policy of `tiny()`, one for a test file."""
+    return build_policy(tiny())
+
+
+@pytest.fixture(scope="module")
 def drawn_once() -> Iterator[pytest.MonkeyPatch]:
     """Draws and tokenizes the questions once, for files that train and assert nothing of that."""
     from made_once import questions

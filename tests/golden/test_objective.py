@@ -137,11 +137,6 @@ def sample_of(batch: Ragged, row: int, logits_T_V: Tensor, advantage: float) -> 
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def policy(tiny, build_policy) -> Policy:
-    return build_policy(tiny())
-
-
 @pytest.fixture
 def trainer_of(policy: Policy, tmp_path: Path) -> Callable[[RunConfig], LabTrainer]:
     def make(cfg: RunConfig) -> LabTrainer:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
-import pytest
 
 from qerl_lab import tasks
 from qerl_lab.evaluate.accuracy import ask_questions, evaluate, evaluation_seed
@@ -25,11 +24,6 @@ class Recording:
     def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone) -> Rollout:
         self.asked.append((prompts, sampling))
         return Rollout(prompts, [[Completion([5], [-1.0], "stop", self.entropy)] * group_size for _ in prompts], 1.0)
-
-
-@pytest.fixture(scope="module")
-def policy(tiny, build_policy) -> Policy:
-    return build_policy(tiny())
 
 
 def asked(policy: Policy, *configurations: Any) -> list[tuple[list[list[int]], Sampling]]:

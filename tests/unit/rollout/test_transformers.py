@@ -8,15 +8,9 @@ import torch
 
 from qerl_lab.aqn import Noise
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from rollouts import distributions, gap, rows, unequal_prompts
-
-
-@pytest.fixture(scope="module")
-def policy(tiny, build_policy) -> Policy:
-    return build_policy(tiny())
 
 
 @pytest.fixture(scope="module")

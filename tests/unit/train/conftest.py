@@ -6,7 +6,6 @@ import pytest
 
 from failing_engines import Runs
 from made_once import copies
-from qerl_lab.model.policy import Policy
 from qerl_lab.report import plots
 from qerl_lab.train import run
 
@@ -18,11 +17,6 @@ def made_once(drawn_once: pytest.MonkeyPatch) -> None:
     """A run copies a policy of its kind that another run had built, and draws no curves when it ends."""
     drawn_once.setattr(run, "build_policy", build_policy_once)
     drawn_once.setattr(plots, "save_curves", lambda *_: None)
-
-
-@pytest.fixture(scope="module")
-def policy(tiny, build_policy) -> Policy:
-    return build_policy(tiny())
 
 
 @pytest.fixture(scope="module")
