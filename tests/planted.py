@@ -102,7 +102,7 @@ BUGS = [
     # sampling and data
     Bug("sampler entropy counts padding", "rollout/transformers.py",
         "summed = [row[:n].sum().item() for", "summed = [row.sum().item() for",
-        "unit/rollout/test_transformers.py"),
+        "unit/rollout/test_contract.py"),
     Bug("sampler draws at temperature 1", "rollout/transformers.py",
         '{"temperature": sampling.temperature,', '{"temperature": 1.0,', "unit/rollout/test_contract.py"),
     Bug("sampler forgets the nucleus", "rollout/transformers.py",

@@ -114,19 +114,6 @@ def test_readers_of_the_base_get_the_same_weights(policy: Policy, cfg: Any, tmp_
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2**20  # without the base
 
 
-@pytest.mark.parametrize("form", [in_marlin, in_tiles])
-def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_tensors(
-    policy: Policy, form: Form
-) -> None:
-    engine = engine_of(policy, form=form)
-    one_copy.share(policy, engine)
-    layer = next(iter(packed_layers(policy.base).values()))
-    before = layer.held()
-    policy.model.to("cpu", torch.bfloat16)
-    assert layer.weight.untyped_storage().data_ptr() in storages(engine)
-    assert all(equal(layer.held()[name], tensor) for name, tensor in before.items())
-
-
 def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for the GPU."""
     layers = packed_layers(policy.base)
