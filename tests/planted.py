@@ -159,7 +159,7 @@ BUGS = [
         "if dtype != torch.float32 and", "if dtype == torch.float64 and",
         "unit/model/test_all_weights.py"),
     Bug("adapter is not scaled in vLLM", "rollout/vllm/adapter.py",
-        "scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank", "scaling = 1.0",
+        "self.buffers.write((self.lora.alpha or self.lora.rank) / self.lora.rank)", "self.buffers.write(1.0)",
         "unit/rollout/test_adapter_product.py"),
     Bug("adapter is not scaled backward", "model/lora.py",
         "grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling)",

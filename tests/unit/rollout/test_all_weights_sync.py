@@ -70,17 +70,17 @@ def policy(cfg: RunConfig, build_policy: Callable[[RunConfig], Policy]) -> Polic
 
 def test_every_sync_copies_all_weights_rounded_into_the_tensors_that_are_there(policy: Policy) -> None:
     weights = all_weights.weights(policy.base)
-    llm = PlayedLlm(FusedModel(weights))
-    addresses = {name: weight.data_ptr() for name, weight in llm.model.held.items()}
+    theirs = FusedModel(weights)
+    addresses = {name: weight.data_ptr() for name, weight in theirs.held.items()}
     for _ in range(2):
-        send(llm, policy.base, "pocket")
+        send(theirs, policy.base, "pocket")
         for name, weight in weights.items():
-            held = llm.model.held[fused(name)]
-            assert torch.equal(held[llm.model.rows[name]], weight.to(held.dtype)), name
+            held = theirs.held[fused(name)]
+            assert torch.equal(held[theirs.rows[name]], weight.to(held.dtype)), name
         for parameter in policy.model.parameters():
             assert not hasattr(parameter, "shard_id")
             parameter.data += 0.01 * torch.randn_like(parameter)
-    assert addresses == {name: weight.data_ptr() for name, weight in llm.model.held.items()}
+    assert addresses == {name: weight.data_ptr() for name, weight in theirs.held.items()}
 
 
 def test_a_model_with_other_weights_is_refused(policy: Policy) -> None:
@@ -89,7 +89,7 @@ def test_a_model_with_other_weights_is_refused(policy: Policy) -> None:
     del less.held["model.norm.weight"]
     for model, said in ((more, "model.visual.weight"), (less, "model.norm.weight")):
         with pytest.raises(ConfigError, match=f"has others .*{said}.* Type rollout=transformers, or lora=rank32"):
-            send(PlayedLlm(model), policy.base, "pocket")
+            send(model, policy.base, "pocket")
 
 
 def test_a_tensor_that_moves_is_an_error_since_cuda_graphs_read_its_old_address(policy: Policy) -> None:
@@ -100,7 +100,7 @@ def test_a_tensor_that_moves_is_an_error_since_cuda_graphs_read_its_old_address(
             return loaded
 
     with pytest.raises(AssertionError, match="other tensors"):
-        send(PlayedLlm(Moving(all_weights.weights(policy.base))), policy.base, "pocket")
+        send(Moving(all_weights.weights(policy.base)), policy.base, "pocket")
 
 
 def test_with_lora_full_the_engine_sends_the_weights_and_then_the_noisy_norms(cfg, policy, monkeypatch) -> None:

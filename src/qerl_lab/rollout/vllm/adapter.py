@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from torch import nn
 from vllm import LLM
 from vllm.lora.request import LoRARequest
 
@@ -38,21 +39,20 @@ class DenseAdapter:
         routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
-    def begin(self, llm: LLM) -> None:
-        """Prepare a started vLLM: find the adapter's buffers, and let vLLM's layers read the policy's packed weights.
+    def begin(self, theirs: nn.Module) -> None:
+        """Find the adapter's buffers in vLLM's model `theirs`, and let its layers read the policy's packed weights.
 
         With FP8 activations vLLM's layers read only their own weights, because a product that unpacks the policy's
         weights would take activations in 16 bits.
         """
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.lora_modules(self.model)
         if self.cfg.format.activations != "fp8":
-            llm.apply_model(lambda model: one_adapter.use_packed_layers(model, layers))
-        self.buffers: AdapterBuffers = llm.apply_model(lambda model: AdapterBuffers(model, adapter))[0]
+            one_adapter.use_packed_layers(theirs, layers)
+        self.buffers = AdapterBuffers(theirs, adapter)
 
     def sync(self, llm: LLM) -> None:
         """Copy the policy's adapter into vLLM's layers."""
-        scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank
-        llm.apply_model(lambda model: self.buffers.write(scaling))
+        self.buffers.write((self.lora.alpha or self.lora.rank) / self.lora.rank)
 
     def close(self) -> None:
         """Drop the references to vLLM's buffers."""

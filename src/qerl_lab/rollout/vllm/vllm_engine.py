@@ -76,10 +76,11 @@ class VllmEngine(Engine):
                 os.environ.update(dict.fromkeys(MARLIN_FOR_FP8, str(int(self.linear_backend == "marlin"))))
             of_adapter = self._adapter.arguments(folder, self.linear_backend) if self._adapter else {}
             self.llm = start(cfg, folder, policy, self.linear_backend, of_adapter)
+            self.model: nn.Module = self.llm.apply_model(lambda model: model)[0]  # vLLM's, which is in this process
             if share:
                 self._share_base()
         if isinstance(self._adapter, DenseAdapter):
-            self._adapter.begin(self.llm)
+            self._adapter.begin(self.model)
         self._norms = self._find_norms()  # kept for `sync`, because the lookup takes a millisecond
         path = cfg.model.path
         check_norms(self._norms, policy.clean_norms, f"vLLM, for model.path={path},", "Type rollout=transformers.")
@@ -90,18 +91,13 @@ class VllmEngine(Engine):
 
         Resets the prefix cache too, which holds results of the old weights.
         """
-        noisy = noise.onto_norms(self.policy.clean_norms)
-
-        def write_norms(model: nn.Module) -> None:
-            for name, weight in noisy.items():
-                self._norms[name].data.copy_(weight)  # in place, because CUDA graphs read this address
-
         with raising_engine_failed("sync"):
             if self._adapter:
                 self._adapter.sync(self.llm)
             else:
-                all_weights.send(self.llm, self.policy.base, self.cfg.model.path)
-            self.llm.apply_model(write_norms)
+                all_weights.send(self.model, self.policy.base, self.cfg.model.path)
+            for name, weight in noise.onto_norms(self.policy.clean_norms).items():
+                self._norms[name].data.copy_(weight)  # in place, because CUDA graphs read this address
             if not self.llm.reset_prefix_cache():
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
             if self.policy.device.type == "cuda":  # vLLM may sample on another stream than this one
@@ -110,8 +106,7 @@ class VllmEngine(Engine):
     def _share_base(self) -> None:
         """Let the policy use vLLM's copy of the base. Raises ConfigError if the trainer cannot read its layout."""
         torch.cuda.synchronize(self.policy.device)  # vLLM may have loaded on another stream
-        keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
-        if keep:
+        if keep := one_copy.share(self.policy, self.model):
             print(
                 f"warning: share_base=true: packed layers that keep weights of their own: {len(keep)}, the first "
                 f"{keep[0]}. The engine has other bits there: Marlin drops block scales below 2^-6, "
@@ -124,12 +119,8 @@ class VllmEngine(Engine):
 
     def _find_norms(self) -> dict[str, nn.Parameter]:
         """Return vLLM's parameters for the norms of `policy.norms`, by full layer name, as far as vLLM has them."""
-
-        def find_norms(model: nn.Module) -> dict[str, nn.Parameter]:
-            weights = dict(model.named_parameters())
-            return {name: weights[key] for name in self.policy.norms if (key := f"{name}.weight") in weights}
-
-        return self.llm.apply_model(find_norms)[0]
+        weights = dict(self.model.named_parameters())
+        return {name: weights[key] for name in self.policy.norms if (key := f"{name}.weight") in weights}
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
@@ -172,7 +163,7 @@ class VllmEngine(Engine):
 
     def held(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""
-        weights = self.llm.apply_model(total_bytes)[0]  # including the copy for `dense_rows`
+        weights = total_bytes(self.model)  # including the copy for `dense_rows`
         weights -= one_copy.shared_bytes(self.policy)
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
         return {"vLLM's weights": weights, "vLLM's key-value cache": cache}
@@ -191,7 +182,7 @@ class VllmEngine(Engine):
             if torch.distributed.is_initialized():
                 destroy_model_parallel()
             gc.unfreeze()  # vLLM froze loaded objects
-        del self.llm
+        del self.llm, self.model
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
