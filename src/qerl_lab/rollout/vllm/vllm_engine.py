@@ -91,12 +91,13 @@ class VllmEngine(Engine):
 
         Resets the prefix cache too, which holds results of the old weights.
         """
+        noisy = noise.onto_norms(self.policy.clean_norms)
         with raising_engine_failed("sync"):
             if self._adapter:
                 self._adapter.sync(self.llm)
             else:
                 all_weights.send(self.model, self.policy.base, self.cfg.model.path)
-            for name, weight in noise.onto_norms(self.policy.clean_norms).items():
+            for name, weight in noisy.items():
                 self._norms[name].data.copy_(weight)  # in place, because CUDA graphs read this address
             if not self.llm.reset_prefix_cache():
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
