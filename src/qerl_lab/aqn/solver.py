@@ -53,11 +53,9 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
 
     Args:
         measure: returns the KL in nats per token of a sigma; must not fall as sigma grows.
-        target: KL in nats per token, above 0, else raises ValueError.
+        target: KL in nats per token, above 0.
         guess: first sigma to try, clamped to sigma_min..sigma_max.
     """
-    if target <= 0:
-        raise ValueError(f"a KL of {target} is not solved for; allowed: above 0")
     low, high = math.log(cfg.sigma_min), math.log(cfg.sigma_max)
     exact = {low: cfg.sigma_min, high: cfg.sigma_max}  # exp would round
     near, tried = math.log1p(cfg.solver.tolerance), list[Attempt]()
