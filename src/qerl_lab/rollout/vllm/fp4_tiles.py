@@ -176,24 +176,32 @@ def linear(
 
     Raises ValueError for shapes that `supports` refuses.
     """
-    columns, (N, rank) = x.shape[1], B.shape
+    (rows, columns), (N, rank) = x.shape, B.shape
     if not supports(sizes, columns, rank):
         raise ValueError(f"parts {sizes} x {columns}, rank {rank}; allowed: {SUPPORTED}")
-    y = torch.empty(len(x), N, dtype=torch.bfloat16, device=x.device)
-    ends, depth = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)], packed.shape[1]
-    for x_part, y_part in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
-        if not (rows := len(x_part)):  # split() of an empty x gives one empty part
-            break
-        how = plan(rows, packed.shape, len(sizes), rank, machine_of(x.device))
-        t_columns = len(sizes) * how.width
-        sums = torch.empty(how.splits * t_columns * how.rows, device=x.device)
-        t = torch.empty(how.slabs * DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
-        partial = torch.empty(how.blocks * how.tile * BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
-        stride = x_part.stride(0) if rows > 1 else columns  # torch may report any stride for a single row
-        shape = Shape(rows, N, columns, stride, len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split,
-                      depth, how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
-        _launch_kernel(how, x_part, B, [packed, divisor, A, B, bias, y_part, sums, t, partial, meeting], shape)
+    y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
+    for rows_of_x, rows_of_y in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
+        if len(rows_of_x):  # split() of an empty x gives one empty part
+            _multiply(rows_of_y, rows_of_x, packed, divisor, A, B, sizes, meeting, bias)
     return y
+
+
+def _multiply(
+    y: Tensor, x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
+    bias: Tensor | None,
+) -> None:  # fmt: skip
+    """Write y for at most `MAX_ROWS` rows of x with one launch; arguments as in `linear`."""
+    (rows, columns), (N, rank) = x.shape, B.shape
+    how = plan(rows, packed.shape, len(sizes), rank, machine_of(x.device))
+    depth, t_columns = packed.shape[1], len(sizes) * how.width
+    sums = torch.empty(how.splits * t_columns * how.rows, device=x.device)
+    t = torch.empty(how.slabs * DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
+    partial = torch.empty(how.blocks * how.tile * BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
+    ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
+    stride = x.stride(0) if rows > 1 else columns  # torch may report any stride for a single row
+    shape = Shape(rows, N, columns, stride, len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split, depth,
+                  how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
+    _launch_kernel(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
 
 
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
@@ -252,7 +260,7 @@ def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | N
     threads = how.groups * _GROUP + _OTHERS
     function = nvrtc.load_kernel(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
     maps = [nvrtc.tiles_map(x, shape.stride, how.rows, AT_A_TIME), nvrtc.rows_map(B, BLOCK, _RANKS)]
-    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [*maps, x, *tensors, shape])
+    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [*maps, x, *tensors, shape], early=True)
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:

@@ -13,29 +13,32 @@ import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
-_MAY_START_EARLY = driver.CUlaunchAttribute()  # before the previous kernel has ended, see `launch`
-_MAY_START_EARLY.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_MAY_START_EARLY.value.programmaticStreamSerializationAllowed = 1
-
 
 @cache
-def load_kernel(source: Path, name: str, device: int, variant: str, registers: int) -> Any:
+def load_kernel(source: Path, name: str, device: int, variant: str = "", registers: int | None = None) -> Any:
     """Compile `source`, load its kernel `name` with all shared memory allowed, and return its handle for `launch`.
 
     `device` is the number of the current GPU. `variant` is a line appended to the source: a template instantiation.
-    Raises RuntimeError unless the compiler gives a thread exactly `registers` registers, because a kernel that
-    redistributes registers would hang with any other number.
+    Raises RuntimeError unless the compiler gives a thread exactly `registers` registers (None: any number), because a
+    kernel that redistributes registers would hang with any other number.
     """
     major, minor = torch.cuda.get_device_capability(device)
-    architecture = f"sm_{major}{minor}a"  # "a" allows instructions that only this architecture has
-    module = check_status(driver.cuModuleLoadData(compile_source(source, architecture, variant)[0]))
+    module = check_status(driver.cuModuleLoadData(compile_source(source, architecture(major, minor), variant)[0]))
     found = check_status(driver.cuModuleGetFunction(module, name.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     check_status(driver.cuFuncSetAttribute(found, limit, shared_bytes(device)))
     given = check_status(driver.cuFuncGetAttribute(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, found))
-    if given != registers:
+    if registers not in (None, given):
         raise RuntimeError(f"{name} counts on {registers} registers a thread, and this compiler gave it {given}")
     return found
+
+
+def architecture(major: int, minor: int) -> str:
+    """Return NVRTC's name of a compute capability, such as "sm_90a".
+
+    The "a", from 9.0 on, allows instructions that only this architecture has.
+    """
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 def shared_bytes(device: int) -> int:
@@ -72,26 +75,42 @@ def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[
     return code, said
 
 
-def launch(function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any]) -> None:
+def launch(
+    function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any], early: bool = False
+) -> None:
     """Launch a kernel from `load_kernel` on the current stream, which a CUDA graph may be capturing.
-
-    The kernel may start before the previous one has ended ("programmatic dependent launch" of the CUDA programming
-    guide). It must call `griddepcontrol.wait` before it reads what the previous one wrote.
 
     Args:
         blocks: thread blocks, each with `threads` threads and `shared_bytes` bytes of dynamic shared memory.
         arguments: tensors or None, passed as pointers, and ctypes values.
+        early: let the kernel start before the previous one has ended ("programmatic dependent launch" of the CUDA
+            programming guide). It must then call `griddepcontrol.wait` before it reads what the previous one wrote.
     """
-    pointer = ctypes.c_void_p
-    values = [pointer(given.data_ptr()) if isinstance(given, Tensor) else given for given in arguments]
-    values = [pointer(None) if value is None else value for value in values]
-    pointers = (pointer * len(values))(*(ctypes.addressof(value) for value in values))
+    values = [_kernel_argument(argument) for argument in arguments]
+    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     config = driver.CUlaunchConfig()
     config.gridDimX, config.blockDimX, config.sharedMemBytes = blocks, threads, shared_bytes
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-    config.attrs, config.numAttrs = [_MAY_START_EARLY], 1
+    if early:
+        config.attrs, config.numAttrs = [_early_start_attribute()], 1
     check_status(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+def _kernel_argument(argument: Any) -> Any:
+    """Return a kernel's argument as a ctypes value: a tensor or None becomes a pointer."""
+    if argument is None:
+        return ctypes.c_void_p(None)
+    return ctypes.c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else argument
+
+
+@cache
+def _early_start_attribute() -> Any:
+    """Return the launch attribute that lets a kernel start before the previous one ends; see `early` of `launch`."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
