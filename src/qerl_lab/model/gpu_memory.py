@@ -23,7 +23,8 @@ def limit_to_part(device: torch.device, jobs: int) -> None:
     """
     if device.type == "cuda" and jobs > 1:
         _, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(part_bytes(device, jobs) / total, device)
+        index = torch.cuda.current_device() if device.index is None else device.index  # torch refuses `cuda` alone here
+        torch.cuda.set_per_process_memory_fraction(part_bytes(device, jobs) / total, index)
 
 
 def free_bytes(device: torch.device, jobs: int) -> int:

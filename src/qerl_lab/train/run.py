@@ -146,9 +146,9 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     device = device_of(cfg.device)
-    limit_to_part(device, cfg.jobs_per_gpu)
     preflight.check_engine(cfg)
     ranks = join(cfg, device)
+    limit_to_part(device, cfg.jobs_per_gpu)  # of this rank's GPU, which `join` has chosen
     saved = directory.starting_point(cfg)
     if ranks.is_first:
         checkpoint.set_damaged_aside(directory.checkpoints, saved.step if saved else 0)

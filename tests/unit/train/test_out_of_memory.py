@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import total_bytes
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train import run
 from qerl_lab.train.out_of_memory import bytes_by_owner, in_training
+from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.stop import Stop
 
 TORCH = "CUDA out of memory. Tried to allocate 36.00 MiB."
@@ -94,19 +96,25 @@ def test_a_job_that_shares_a_gpu_takes_at_most_its_part(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: Callable[[int], None], jobs: int, part: list[float]
 ) -> None:
     """Torch keeps what it frees, so that without a limit the others find no memory. CUDA itself takes the odd GiB."""
-    parts: list[float] = []
+    parts: list[tuple[int, float]] = []
+    chosen = [0]  # GPUs as torch chooses them: the first, until the rank joins the others
 
-    def note(fraction: float, device: torch.device) -> None:
-        assert device.type == "cuda"
-        parts.append(fraction)
+    def join(cfg: RunConfig, device: torch.device) -> Ranks:
+        chosen.append(1)
+        return ALONE
 
     def build(*_: object) -> None:
-        assert parts == pytest.approx(part), "too late: the model is on the GPU"
+        assert parts == [(1, pytest.approx(fraction)) for fraction in part], "too late: the model is on the GPU"
         raise torch.OutOfMemoryError(TORCH)
 
     on_gpu(80)
     monkeypatch.setattr(run, "device_of", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", note)
+    monkeypatch.setattr(run, "join", join)
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    monkeypatch.setattr(  # of torch's C++, so that torch's own checks of the arguments stay
+        torch._C, "_cuda_setMemoryFraction", lambda fraction, index: parts.append((index, fraction)), raising=False
+    )
     monkeypatch.setattr(run, "build_policy", build)
     with pytest.raises(ConfigError, match="does not fit on cuda"):
         run.build_session(tiny(jobs_per_gpu=jobs), RunDirectory(tmp_path), Stop())
