@@ -115,11 +115,12 @@ def _several_values(value: Any) -> str:
     """Format a list of numbers, or a range such as 0-2, 0:2 or 0..2, as a sweep, `0,1,2`; "" if it is neither."""
     if isinstance(value, list) and all(type(one) in (int, float) for one in value):
         return ",".join(map(spell_value, value))
-    ends = re.fullmatch(r"(\d+)(?:-|:|\.\.)(\d+)", str(value))
+    # Nine digits: a longer one is no count of runs, and int() and len() refuse the longest.
+    ends = re.fullmatch(r"(\d{1,9})(?:-|:|\.\.)(\d{1,9})", str(value))
     if ends is None or int(ends[1]) >= int(ends[2]):
         return ""
-    numbers = range(int(ends[1]), int(ends[2]) + 1)
-    return ",".join(map(str, numbers)) if len(numbers) <= 10 else f"range({numbers.start},{numbers.stop})"
+    first, last = int(ends[1]), int(ends[2])
+    return ",".join(map(str, range(first, last + 1))) if last - first < 10 else f"range({first},{last + 1})"
 
 
 def _given_values(override: Override) -> list[Any]:

@@ -57,6 +57,7 @@ def refused(line: str, capsys) -> str:
         ("seed=0-2", ["seed=0-2 is not allowed", "Type for example seed=0, or -m seed=0,1,2 for a run of each."]),
         ("seed=3:5", ["or -m seed=3,4,5 for a run of each."]),
         ("steps=10..30", ["or -m 'steps=range(10,31)' for a run of each."]),
+        ("seed=0-99999999999999999999", ["allowed: a whole number. Type for example seed=0."]),
         ("optim.learning_rate=[1e-4,1e-3]", ["or -m optim.learning_rate=0.0001,0.001 for a run of each."]),
         ("seed=2-0", ["allowed: a whole number. Type for example seed=0."]),
         ("seed=[a,b]", ["allowed: a whole number. Type for example seed=0."]),
