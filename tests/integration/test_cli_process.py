@@ -118,7 +118,8 @@ def test_a_resumed_run_that_cannot_go_on_keeps_its_directory(capfd):
 
 def test_resume_continues_a_run_that_did_not_finish(capfd):
     assert begin(RunConfig(seed=FAILS, lora=LoraConfig(rank=4), rollout=SHORT), "run") == 1
-    assert main(["resume=run"]) == 0
+    assert main(["resume=run", "jobs_per_gpu=2"]) == 0
+    assert RunDirectory(Path("run")).config().jobs_per_gpu == 2
     assert "FAILED" not in seen(Path("run"))["files"], "it is gone before the child starts"
     assert RunDirectory(Path("run")).config().lora.rank == 4
     capfd.readouterr()

@@ -198,6 +198,18 @@ def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == ["3", "3", "5", "5"]
 
 
+def test_a_run_that_goes_on_takes_the_part_of_the_gpu_that_is_typed_now(capfd: pytest.CaptureFixture[str]) -> None:
+    """After it ran out of the memory of a half, it would else run out of it again."""
+    words = ["-m", "seed=1,0", "jobs=2", "cpu_threads=1"]
+    assert main([*words, "jobs_per_gpu=2"]) == 1
+    (directory,) = Path("runs/sweeps/adhoc").iterdir()
+    assert main([f"resume={directory}", "jobs_per_gpu=1"]) == 2
+    assert "Type the line that began the sweep, with this jobs_per_gpu." in capfd.readouterr().err
+    assert main(words) == 0
+    assert sessions() == [2, 1]
+    assert [RunDirectory(run).config().jobs_per_gpu for run in _runs()] == [1, 2]  # the second was done
+
+
 def test_a_gpu_is_shared_by_so_many_and_only_if_no_other_is_free() -> None:
     alone = scheduler.GpuPool(["0", "1"], 1)
     with alone.take(1) as first, alone.take(1) as second:

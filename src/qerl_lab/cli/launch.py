@@ -113,9 +113,12 @@ def start(
 
     Args:
         typed: the command to record if the run resumes; None for a run that the same command has just created.
-        sweep_job: set for a job of a sweep: its variables join the environment, and the output goes to console.txt.
+        sweep_job: set for a job of a sweep: its variables join the environment, its jobs_per_gpu replaces the run's,
+            and the output goes to console.txt.
         made: topmost folder that was created for the run. Empty folders up to it are deleted with the files.
     """
+    if sweep_job and run.status != "done":
+        run.share_gpu(sweep_job.config.jobs_per_gpu)
     config = run.config()
     with run.locked() as lock:
         before = run.status

@@ -30,8 +30,8 @@ from qerl_lab.cli.intent import overrides_by_key
 from qerl_lab.cli.overrides import GROUPS, as_config_errors, parse_overrides, spell_for_hydra, without_hydra_overrides
 from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.conf_folder import package_data
-from qerl_lab.config.keys import FOREIGN_NAMES, TYPES, what_to_type
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.keys import FOREIGN_NAMES, TYPES, check_type, field_of_key, what_to_type
+from qerl_lab.config.option import ConfigError, check_bounds
 from qerl_lab.config.redact import redact, redact_and_join
 from qerl_lab.config.spelling import hydra_override, resume_override, unquoted
 from qerl_lab.record.directory import DONE, EVALUATIONS, RunDirectory
@@ -214,23 +214,32 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
 def _resume(flags: list[str], typed: dict[str, str]) -> int:
     """Resume the run or the sweep in the directory `resume`, or extend a finished run to `steps`. Return the exit code.
 
-    `typed` maps the keys that the user typed, `resume` and perhaps `steps`, to their values. Raises ConfigError if the
-    run or sweep cannot continue, or if other keys or `flags` were typed.
+    `typed` maps the keys that the user typed, `resume` and perhaps `steps` and `jobs_per_gpu`, to their values. Raises
+    ConfigError if the run or sweep cannot continue, or if other keys or `flags` were typed.
     """
-    given, steps = unquoted(typed.pop("resume")), typed.pop("steps", None)
+    given, steps, sharing = unquoted(typed.pop("resume")), typed.pop("steps", None), typed.pop("jobs_per_gpu", None)
     if others := [*flags, *(f"{key}={value}" for key, value in typed.items())]:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot be typed with it. "
-            f"Type {resume_override(given)} alone, or with steps=N to extend a finished run. For jobs=N or "
-            "launcher=NAME of a sweep, type the line that began the sweep."
+            f"Type {resume_override(given)} alone, with steps=N to extend a finished run, or with jobs_per_gpu=N if "
+            "other runs share its GPU. For jobs=N or launcher=NAME of a sweep, type the line that began the sweep."
         )
     if steps is not None and not steps.isdecimal():
         raise ConfigError(f"steps={steps} is not a whole number. Type for example steps=100.")
+    if sharing is not None:
+        number, field = int(sharing) if sharing.isdecimal() else sharing, field_of_key("jobs_per_gpu")
+        check_type("jobs_per_gpu", field, number)
+        check_bounds("jobs_per_gpu", field.metadata, number)
     directory = Path(given).expanduser().absolute()
     run, command = RunDirectory(directory), command_line()
     if plan := jobs.plan_of_sweep(directory):
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
+        if sharing is not None:
+            raise ConfigError(
+                f"jobs_per_gpu={sharing} is for one run here, and resume={directory} is a sweep. "
+                "Type the line that began the sweep, with this jobs_per_gpu."
+            )
         plan = _check_jobs(plan, is_here=plan.jobs[0].config.launcher == "local")
         print(manual.opening_lines(plan), flush=True)
         scheduler.run(plan, command)
@@ -254,6 +263,8 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         )
     else:
         preflight.check(run.config(), directory)
+    if sharing is not None:
+        run.share_gpu(int(sharing))
     return _print_unfinished(launch.start(run, TypedCommand(command)), run)
 
 

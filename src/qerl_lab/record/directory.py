@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -232,6 +232,21 @@ class RunDirectory:
         and writes DONE again.
         """
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
+        self._replace_config(cfg)
+
+    def share_gpu(self, jobs: int) -> None:
+        """Record that the run goes on as one of `jobs` jobs that share its GPU, if that was another number.
+
+        The process of the run reads it in resolved.yaml. Raises ConfigError if that file is damaged, or if another
+        process is running here.
+        """
+        cfg = self.config()
+        if cfg.jobs_per_gpu != jobs:
+            with self.locked():
+                self._replace_config(replace(cfg, jobs_per_gpu=jobs))
+
+    def _replace_config(self, cfg: RunConfig) -> None:
+        """Replace resolved.yaml atomically. A lock of the old file does not hold for the new one."""
         replace_file(self.path / RESOLVED, yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
     def discard(self, topmost: Path | None) -> None:

@@ -247,7 +247,7 @@ class Machine:
         start = time.time()
         code: int | None = OK
         if run.status != DONE:
-            words = [f"resume={run.path}"]
+            words = [f"resume={run.path}", f"jobs_per_gpu={self.options.jobs}"]  # which may be another number now
             if not run.is_claimed:
                 here = split_words(self.options.here, f"here={self.options.here}")
                 here += [f"jobs_per_gpu={self.options.jobs}"] if self.options.jobs > 1 else []

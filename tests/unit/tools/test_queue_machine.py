@@ -166,9 +166,12 @@ def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(lab: Lab)
 
 @pytest.mark.parametrize(("jobs", "part"), [(1, []), (2, ["jobs_per_gpu=2"])])
 def test_a_run_beside_others_takes_its_part_of_the_gpu(lab: Lab, jobs: int, part: list[str]) -> None:
-    lab.calls.endings = [FAILED]
+    lab.calls.endings = [FAILED, FAILED]
     lab.run("first", jobs=jobs)
     assert [word for word in lab.calls.overrides if word.startswith("jobs")] == part
+    lab.collect("first")
+    lab.run("second")  # alone on its GPU now
+    assert [word for word in lab.calls.overrides if word.startswith("jobs")] == ["jobs_per_gpu=1"]
 
 
 @pytest.mark.parametrize("second", [DONE, FAILED])
