@@ -164,7 +164,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     first = sessions[0] if sessions else {}
     data = first.get("data", {})
     gpus = [gpu["uuid"] for session in sessions for gpu in session.get("gpus", []) if "uuid" in gpu]
-    is_of_sweep = any(session.get("sweep") for session in sessions)  # a single run has the keys too, without effect
+    is_of_sweep = any(session.get("sweep") for session in sessions)  # a single run: see its command
     at_once = [f"{key}={values[key]}" for key in ("jobs", "jobs_per_gpu") if key in values and is_of_sweep]
     origin = Origin(
         command=join_sessions(session.get("command", "") for session in sessions),
