@@ -46,7 +46,11 @@ def test_a_cache_too_small_for_one_completion_is_refused(changes: dict, who: str
     with pytest.raises(ConfigError, match=who) as raised:
         kv_cache_bytes(settings(tiny, **changes), 10**6, GIB)
     assert "1,024 tokens takes 0.97" in str(raised.value)
-    assert "Type a lower rollout.max_completion_tokens" in str(raised.value)
+    assert "Type a lower rollout.max_completion_tokens, a larger" in str(raised.value)
+    with pytest.raises(
+        ConfigError, match="Type a lower rollout.max_completion_tokens, a smaller jobs_per_gpu, a larger"
+    ):
+        kv_cache_bytes(settings(tiny, jobs_per_gpu=2, **changes), 10**6, GIB)
 
 
 def test_a_cache_without_vllms_own_block_is_refused(tiny) -> None:
