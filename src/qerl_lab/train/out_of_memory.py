@@ -8,6 +8,7 @@ import torch
 from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
+from qerl_lab.model.gpu_memory import part_bytes
 from qerl_lab.model.linear import total_bytes
 from qerl_lab.model.policy import Policy
 
@@ -47,13 +48,22 @@ def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str
     remedies += ["format=nvfp4"] if cfg.format.name == DENSE_FORMAT else []
     return (
         f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({_first_line(error)}). In GiB: "
-        f"{_format_gib_by_owner(shares)}. Type one of: {'; '.join(remedies)}; a smaller model.path."
+        f"{_format_gib_by_owner(shares)}{_said_of_part(cfg, device)}. Type one of: {'; '.join(remedies)}; "
+        "a smaller model.path."
     )
 
 
 def _format_gib_by_owner(shares: Mapping[str, int]) -> str:
     """Format bytes by owner as text in GiB, e.g. `frozen base 1.25, free 0.50`."""
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in shares.items())
+
+
+def _said_of_part(cfg: RunConfig, device: torch.device) -> str:
+    """Say how much of a shared GPU this run may take; "" if it has the GPU to itself. Else `free` would puzzle."""
+    if device.type != "cuda" or cfg.jobs_per_gpu == 1:
+        return ""
+    part = part_bytes(device, cfg.jobs_per_gpu)
+    return f"; with jobs_per_gpu={cfg.jobs_per_gpu} this run may take {part / GIB:.2f}"
 
 
 def _first_line(error: Exception) -> str:
@@ -84,4 +94,6 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
         remedies += ["rollout.vllm.kv_cache_gib lower than the cache above", "rollout.vllm.kv_cache_dtype=fp8"]
     elif cfg.rollout.engine == "transformers":
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
-    return f"{_first_line(error)} In GiB: {shares}. Type one of: {'; '.join(remedies)}."
+    return (
+        f"{_first_line(error)} In GiB: {shares}{_said_of_part(cfg, policy.device)}. Type one of: {'; '.join(remedies)}."
+    )

@@ -64,7 +64,10 @@ def test_what_torch_holds_besides_is_activations_and_the_rest_others(
         ({"rollout__engine": "vllm_server"}, {}, None, ["Type one of: optim.micro_batch_size"], "rollout."),
         ({"optim__micro_batch_size": 1}, {}, None, ["one of: rollout.max_completion_tokens lower than 16"], "micro_b"),
         ({}, {}, 2, ["others 48.00", "Type one of: a smaller jobs_per_gpu; "], "GPU 0"),
-        ({"jobs_per_gpu": 2}, {}, 50, ["others 0.00", "Type one of: a smaller jobs_per_gpu; "], "GPU 0"),
+        (
+            {"jobs_per_gpu": 2}, {}, 50,
+            ["free 50.00; with jobs_per_gpu=2 this run may take 39.00. Type one of: a smaller jobs_per_gpu; "], "GPU 0",
+        ),
     ],
     ids=["transformers", "vllm", "server", "one", "shared", "part"],
 )  # fmt: skip
@@ -116,7 +119,9 @@ def test_a_job_that_shares_a_gpu_takes_at_most_its_part(
         torch._C, "_cuda_setMemoryFraction", lambda fraction, index: parts.append((index, fraction)), raising=False
     )
     monkeypatch.setattr(run, "build_policy", build)
-    with pytest.raises(ConfigError, match="does not fit on cuda"):
+    with pytest.raises(
+        ConfigError, match="does not fit on cuda.*" + ("this run may take" if part else r"free 80.00\. T")
+    ):
         run.build_session(tiny(jobs_per_gpu=jobs), RunDirectory(tmp_path), Stop())
 
 
