@@ -48,7 +48,7 @@ def test_a_cache_too_small_for_one_completion_is_refused(changes: dict, who: str
     assert "1,024 tokens takes 0.97" in str(raised.value)
     assert "Type a lower rollout.max_completion_tokens, a larger" in str(raised.value)
     with pytest.raises(
-        ConfigError, match="Type a lower rollout.max_completion_tokens, a smaller jobs_per_gpu, a larger"
+        ConfigError, match=r"Type a lower rollout\.max_completion_tokens, a smaller jobs_per_gpu, a larger"
     ):
         kv_cache_bytes(settings(tiny, jobs_per_gpu=2, **changes), 10**6, GIB)
 

@@ -1,4 +1,4 @@
-"""The transformers engine beyond its contract: what ends a completion, and a model's own defaults."""
+"""The transformers engine beyond its contract: what ends a completion, a model's own defaults, failures."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from qerl_lab.aqn import Noise
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
@@ -41,3 +42,22 @@ def test_a_models_own_sampling_defaults_do_not_reach_the_sampler(tmp_path, tiny,
     for (_, completion, _), logps in zip(rows(out), found, strict=True):
         ranks += (logps > logps[torch.arange(len(completion)), completion][:, None]).sum(-1).tolist()
     assert max(ranks) > 1  # top_k=2 would allow ranks 0 and 1
+
+
+def test_a_failure_inside_leaves_the_policy_as_it_was(policy, prompts, monkeypatch) -> None:
+    engine = TransformersEngine(policy, batch_size=64)
+    engine.sync(Noise(0.3, seed=0, step=1))
+    held = {name: norm.data_ptr() for name, norm in policy.norms.items()}
+    policy.model.train()
+
+    def fail(*_: object, **__: object) -> None:
+        assert not policy.model.training
+        assert not torch.equal(next(iter(policy.norms.values())), next(iter(policy.clean_norms.values())))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(policy.model, "generate", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate(prompts, 2, Sampling(8, seed=1))
+    assert {name: norm.data_ptr() for name, norm in policy.norms.items()} == held
+    assert all(torch.equal(policy.norms[name], clean) for name, clean in policy.clean_norms.items())
+    assert all(module.training for module in policy.model.modules())
