@@ -29,6 +29,21 @@ print("held", flush=True)
 sys.stdin.read()
 """
 
+IN_A_PART = """
+import torch
+from qerl_lab.config.units import GIB
+from qerl_lab.model.gpu_memory import limit_to_part, part_bytes
+device = torch.device("cuda")
+jobs = torch.cuda.mem_get_info(device)[1] // (4 * GIB)
+limit_to_part(device, jobs)
+part = part_bytes(device, jobs)
+torch.empty(part - GIB // 4, dtype=torch.uint8, device=device)
+try:
+    torch.empty(part + GIB // 4, dtype=torch.uint8, device=device)
+except torch.OutOfMemoryError:
+    print("refused")
+"""
+
 
 @contextmanager
 def mostly_taken() -> Iterator[None]:
@@ -62,3 +77,11 @@ def test_it_takes_less_beside_another_process_and_all_if_it_is_alone(tmp_path: P
     assert chosen(tmp_path / "alone") == 512
     with mostly_taken():
         assert 16 <= chosen(tmp_path / "beside") <= 256
+
+
+def test_a_job_that_shares_the_card_can_take_its_part_and_no_more() -> None:
+    """In a process of its own, because the limit stays."""
+    if torch.cuda.mem_get_info()[0] < 6 * GIB:
+        pytest.skip("needs 6 GiB that are free")
+    ran = subprocess.run([sys.executable, "-c", IN_A_PART], capture_output=True, text=True, timeout=300)
+    assert ran.stdout == "refused\n", ran.stderr
