@@ -9,6 +9,7 @@ import torch
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
+from qerl_lab.model.gpu_memory import limit_to_part, part_bytes
 from qerl_lab.model.linear import total_bytes
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
@@ -123,6 +124,13 @@ def test_a_job_that_shares_a_gpu_takes_at_most_its_part(
         ConfigError, match="does not fit on cuda.*" + ("this run may take" if part else r"free 80.00\. T")
     ):
         run.build_session(tiny(jobs_per_gpu=jobs), RunDirectory(tmp_path), Stop())
+
+
+def test_a_part_is_less_the_gib_of_cuda_but_the_whole_gpu_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, 8 * GIB))
+    assert [part_bytes(torch.device("cuda"), jobs) for jobs in (1, 2, 64)] == [8 * GIB, 3 * GIB, 0]
+    monkeypatch.delattr(torch.cuda, "mem_get_info")
+    limit_to_part(torch.device("cpu"), 2)  # does nothing
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("bf16", "; format=nvfp4; "), ("nvfp4", "jobs_per_gpu; a smaller model")])
