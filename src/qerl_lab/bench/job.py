@@ -20,7 +20,7 @@ from qerl_lab.config.units import GIB
 from qerl_lab.model.on_disk import cache_bytes_per_token
 
 BFLOAT16_BYTES = 2
-OF_FORMATS = [field.name for field in fields(FormatConfig)]
+OF_CHECKPOINTS = ["ignore", *(field.name for field in fields(FormatConfig) if field.metadata["only"])]
 BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
 
@@ -49,10 +49,11 @@ class Job:
     def packing(self) -> FormatConfig:
         """Return the weight format of the checkpoint, with the arm's options of it, such as format.activations.
 
-        Leaves out keys that are no option of a format, which `config` refuses.
+        Leaves out other keys of the group. format.dense_cache changes no file, so that arms with it share a checkpoint.
+        The loader refuses a format.name other than the arm's, under which its rows would be listed.
         """
-        own = {name: self.overrides[f"format.{name}"] for name in OF_FORMATS if f"format.{name}" in self.overrides}
-        return FormatConfig(**{"name": self.format} | own)
+        own = {name: self.overrides[f"format.{name}"] for name in OF_CHECKPOINTS if f"format.{name}" in self.overrides}
+        return FormatConfig(name=self.format, **own)
 
     @property
     def folder(self) -> str:

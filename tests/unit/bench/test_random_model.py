@@ -12,6 +12,7 @@ from bench_jobs import ARCHITECTURE, job
 from packed_layers import BY_NAME
 from qerl_lab.bench import random_model
 from qerl_lab.bench.bench_options import RolloutOptions
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build_config
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model import policy
@@ -63,6 +64,13 @@ def test_an_arm_loads_the_checkpoint_of_its_own_options(tmp_path: Path, arm: str
     made = job(tmp_path, arm, RolloutOptions())
     loaded = policy.build(made.config(), CPU)
     assert len(packed_layers(loaded.base)) == 2 * (6 if "down_proj" in arm else 7)
+
+
+def test_an_arm_is_measured_in_the_format_under_which_its_rows_are_listed(tmp_path: Path) -> None:
+    made = job(tmp_path, "nvfp4 format.name=nf4", RolloutOptions())
+    assert made.about["format"] == "nvfp4"
+    with pytest.raises(ConfigError, match=r"is packed in nvfp4, and format\.name=nf4 was given"):
+        policy.build(made.config(), CPU)
 
 
 @pytest.mark.parametrize("name", PACKED)
