@@ -8,6 +8,7 @@ import math
 import random
 import string
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,13 @@ class RandomWeights:
     """Tensors for `loading.fill`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
 
     The model is a Qwen2.5 of `architecture`, a value of `bench_options.ARCHITECTURES`. Tensors are made on `device` on
-    request, seeded by name, so that every format packs the same weights.
+    request, seeded by name, so that every format packs the same weights. `linears` names the Linears outside of
+    `ignore`, which formats pack.
     """
 
-    def __init__(self, architecture: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, architecture: dict[str, Any], device: torch.device, ignore: Sequence[str] = tuple(FormatConfig().ignore)
+    ) -> None:
         self.config = Qwen2Config(
             **architecture, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32_768, rope_theta=1e6,
             bos_token_id=None, pad_token_id=0, dtype=torch.bfloat16,
@@ -48,7 +52,7 @@ class RandomWeights:
         self.device = device
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.names = tuple(self._shapes)
-        self.linears = packable(model, FormatConfig().ignore)  # Linears that formats pack
+        self.linears = packable(model, ignore)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor `name`."""
@@ -76,7 +80,7 @@ class RandomWeights:
 
 def size_of(architecture: dict[str, Any], packing: FormatConfig) -> float:
     """Return about how many bytes a checkpoint of `architecture` in the format `packing` has. Makes no tensors."""
-    source = RandomWeights(architecture, torch.device("cpu"))
+    source = RandomWeights(architecture, torch.device("cpu"), packing.ignore)
     packed = sum(math.prod(source.shape(f"{name}.weight")) for name in source.linears)
     every = sum(math.prod(source.shape(name)) for name in source.names)
     return 2 * (every - packed) + packed * formats.build(packing).bits_per_weight / 8

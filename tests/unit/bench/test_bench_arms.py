@@ -65,6 +65,9 @@ def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.Mon
     options = RolloutOptions(arms=["nvfp4", "bf16_stock"], scratch="/tmp")
     with pytest.raises(ConfigError, match=r"6\.0 GB free, and qwen2\.5-7b in bf16 takes 15\.5 GB: 9\.5 GB are missing"):
         arm_processes.prepare(options)
+    options.arms = ["nvfp4", "nvfp4 format.ignore=[lm_head,down_proj]"]
+    with pytest.raises(ConfigError, match=r"qwen2\.5-7b in nvfp4 takes 8\.8 GB: 2\.8 GB are missing"):
+        arm_processes.prepare(options)
     options.arms = ["nvfp4", "mxfp4"]
     arm_processes.prepare(options)  # one after the other
 
