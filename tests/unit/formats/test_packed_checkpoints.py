@@ -97,7 +97,8 @@ def test_lists_of_others_are_read(weight_format: Format, written: dict, read: st
         (NVFP4, {"ignore": [3]}, "ignore=[3] cannot be loaded; allowed: a list of names"),
         (NVFP4, {"config_groups": {}}, "config_groups=[]"),
         (NVFP4, {"group.targets": ["re:.*q_proj"]}, "targets=['re:.*q_proj']"),
-        (NVFP4, {"group.input_activations": {"num_bits": 4}}, "input_activations="),
+        (NVFP4, {"group.input_activations": {"num_bits": 4}},
+         "input_activations={'num_bits': 4} cannot be loaded; allowed: None in nvfp4"),
         (NVFP4, {"group.weights.group_size": 32}, "weights.group_size=32 cannot be loaded; allowed: 16 in nvfp4"),
 
         (NVFP4, {"group.weights.scale_dtype": "torch.uint8"}, "weights.scale_dtype='torch.uint8'"),
