@@ -198,6 +198,15 @@ def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == ["3", "3", "5", "5"]
 
 
+@pytest.mark.parametrize("file", ["resolved.yaml", "env.json"])
+def test_a_sweep_with_a_damaged_record_is_made_anew(file: str) -> None:
+    words = ["-m", "seed=0,10"]
+    assert main(words) == 0
+    (_runs()[0] / file).write_text("{")
+    assert main(words) == 0
+    assert sessions() == [1, 1, 1, 1]
+
+
 def test_a_run_that_goes_on_takes_the_part_of_the_gpu_that_is_typed_now(capfd: pytest.CaptureFixture[str]) -> None:
     """After it ran out of the memory of a half, it would else run out of it again."""
     words = ["-m", "seed=1,0", "jobs=2", "cpu_threads=1"]

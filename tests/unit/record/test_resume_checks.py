@@ -150,6 +150,8 @@ def test_a_run_with_a_part_that_was_deleted_since_is_told_to_have_it_back(run_di
     with pytest.raises(ConfigError, match=f"was made with {key}=mine, which .* Put the files of mine back") as refusal:
         edit(run_dir, lambda values: values[group].update({name: "mine"}))
     assert "Type" not in str(refusal.value)  # another choice would be another run
+    with pytest.raises(ConfigError, match=rf"{key}=\[mine\] is not allowed"):  # which is no name of a part
+        edit(run_dir, lambda values: values[group].update({name: ["mine"]}))
 
 
 def test_another_configuration_than_the_checkpoints_is_refused_by_its_keys(run_dir: Path) -> None:

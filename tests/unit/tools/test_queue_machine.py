@@ -192,6 +192,16 @@ def test_a_run_that_failed_is_tried_once_more_where_it_failed(lab: Lab, second: 
     assert not list((lab.folder / "third").iterdir())
 
 
+def test_a_run_that_failed_here_and_is_done_elsewhere_is_not_made_again(lab: Lab) -> None:
+    lab.calls.endings = [FAILED]
+    lab.run("first")
+    lab.collect("first")
+    (row,) = read_ledger(lab.folder)
+    write_ledger(lab.folder, [row, {**row, "start": "2026-01-01T00:00:00+0000", "state": DONE}])
+    lab.run("second")
+    assert lab.calls.made == ["qerl_lab"]
+
+
 def test_a_failed_run_that_was_continued_by_hand_is_collected(lab: Lab) -> None:
     lab.calls.endings = [FAILED]
     lab.run("first")
