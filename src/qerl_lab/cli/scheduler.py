@@ -155,7 +155,7 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
     names = machine.visible_gpus()
     if names is None:
         raise ConfigError(f"nvidia-smi does not list the GPUs here. Type {machine.VISIBLE}=0,1 before the command.")
-    return GpuPool(names, 1 if any(cfg.gpus > 1 for cfg in configs) else configs[0].jobs_per_gpu)
+    return GpuPool(names, configs[0].jobs_per_gpu)
 
 
 @contextmanager
