@@ -43,7 +43,8 @@ def prepare(options: AnyOptions) -> None:
     """
     jobs, scratch, architecture = read_jobs(options, ""), Path(options.scratch), ARCHITECTURES[options.model]
     ranks.refuse_fewer_gpus(max((job.gpus for job in jobs if not job.is_on_cpu), default=1), len(ranks.visible_gpus()))
-    for job in jobs:
+    checkpoints = {job.folder: job for job in jobs}.values()  # one job of each
+    for job in checkpoints:
         if (weight_format := formats.build(job.packing)).BLOCK is not None:
             try:
                 weight_format.quantization_config(job.packing.ignore, torch.bfloat16)
@@ -53,7 +54,7 @@ def prepare(options: AnyOptions) -> None:
                 ) from error
     remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next call: of killed arms and runs
     remove_leftovers(IN_MEMORY, OF_RUNS)
-    needed, largest = max((random_model.size_of(architecture, job.packing), job.format) for job in jobs)
+    needed, largest = max((random_model.size_of(architecture, job.packing), job.format) for job in checkpoints)
     free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # 2% for adapter and tokenizer
     if free < asked:
         raise ConfigError(

@@ -156,7 +156,7 @@ def submit_to_ray(sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]
 
     def run_on_ray(sweep_job: SweepJob) -> str:
         cfg = sweep_job.config
-        gpus = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
+        gpus = cfg.gpus / cfg.jobs_per_gpu
         needs_gpu = has_gpus and cfg.device != "cpu"
         task = library.remote(num_cpus=max(1, cfg.cpu_threads), num_gpus=gpus if needs_gpu else 0)(SweepJob.__call__)
         return str(library.get(task.remote(sweep_job)))
