@@ -66,6 +66,11 @@ class PlanOptions:
     parts: list[str] = option([], PARTS)
     words: str = option("", EXTRA)
 
+    @property
+    def part_of_gpu(self) -> list[str]:
+        """Return the override that limits a run to its part of a GPU; none for a run alone there. A line's own wins."""
+        return [f"jobs_per_gpu={self.jobs}"] if self.jobs > 1 else []
+
 
 @dataclass
 class RunOptions(PlanOptions):
@@ -133,7 +138,8 @@ def plan(options: PlanOptions) -> None:
             )
             break
         spent += needed
-        print(f"python -m qerl_lab {shlex.join(planned.words)}")
+        words = queue_file.join_overrides(options.part_of_gpu, planned.words)
+        print(f"python -m qerl_lab {shlex.join(words)}")
 
 
 def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
@@ -250,8 +256,8 @@ class Machine:
             words = [f"resume={run.path}", f"jobs_per_gpu={self.options.jobs}"]  # which may be another number now
             if not run.is_claimed:
                 here = split_words(self.options.here, f"here={self.options.here}")
-                here += [f"jobs_per_gpu={self.options.jobs}"] if self.options.jobs > 1 else []
-                words = [*queue_file.join_overrides(here, planned.words), f"run_dir={run.path}"]
+                words = queue_file.join_overrides(here, self.options.part_of_gpu, planned.words)
+                words.append(f"run_dir={run.path}")
             code = self._call(planned, ["-m", "qerl_lab", *words], visible)
             if code == USAGE and not run.is_claimed:
                 said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -206,6 +206,18 @@ def test_a_plan_says_why_a_further_run_does_not_fit(
     assert said in printed
 
 
+def test_planned_lines_take_the_part_of_the_gpu_that_run_would_give_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = TWO_PARTS.replace("1e-3,1e-2", "1e-2 jobs_per_gpu=3")  # a line's own number wins
+    (tmp_path / "queue.yaml").write_text(shares)
+    for jobs, expected in ((1, [None] * 5 + ["3"] * 2), (2, ["2"] * 5 + ["3"] * 2)):
+        plan(PlanOptions(str(tmp_path / "queue.yaml"), 70, jobs))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m qerl_lab ")]
+        typed = [dict(word.split("=") for word in line.split()[3:]) for line in lines]
+        assert [words.get("jobs_per_gpu") for words in typed] == expected
+
+
 @pytest.mark.parametrize(
     ("part", "hint"), [("frmats", " Did you mean formats?"), ("x", " Type for example parts=pilot.")]
 )
