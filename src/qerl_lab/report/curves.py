@@ -3,9 +3,10 @@
 Held-out accuracy that was measured only before and after training is plotted as points with intervals.
 """
 
+import itertools
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
 ARMS_A_PANEL = 4  # most arms that share one panel; with more, bands would hide lines
 MOST_COLUMNS = 3  # panels beside each other: so wide a figure still fits a slide or a page
-BESIDE = 2  # arms per panel beside the baseline when there are several panels
+BESIDE = 2  # arms per panel beside the baseline if the arms of a format do not fit into one panel
 MOMENTS = 100  # most times at which the mean by wall clock is interpolated
 MARKS = 10  # markers per line
 LEGEND_CHARS = 46  # characters per line of the legend
@@ -78,9 +79,9 @@ def draw(
 ) -> Figure:  # fmt: skip
     """Draw one metric, in several panels if there are many arms; the caller closes the figure.
 
-    The arm `baseline`, if any, is first in each panel. Beside it many arms go in pairs; one left over is in the first
-    panel. `points` come from `comparison.curves`, `styles` from `palette.styles`. `by` is the x axis: `STEP`, or
-    `CLOCK` for the time spent in training steps.
+    The arm `baseline`, if any, is first in each panel; `_panels` distributes the others. `points` come from
+    `comparison.curves`, `styles` from `palette.styles`. `by` is the x axis: `STEP`, or `CLOCK` for the time spent in
+    training steps.
     """
     chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
     if curve.metric == "noise/sigma":  # a line at 0 says nothing
@@ -92,10 +93,7 @@ def draw(
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
     first = [arm for arm in chosen["arm"].unique() if arm == baseline]
     others = [arm for arm in chosen["arm"].unique() if arm != baseline]
-    groups = [[*first, *others]]
-    if len(groups[0]) > ARMS_A_PANEL:  # arms are sorted: a pair from the end is usually one with and without noise
-        starts = range(-(-len(others) % BESIDE), len(others), BESIDE)
-        groups = [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
+    groups = [[*first, *panel] for panel in _panels(others, styles, ARMS_A_PANEL - len(first))]
     rows = math.ceil(len(groups) / MOST_COLUMNS)
     columns = math.ceil(len(groups) / rows)
     runs = chosen.groupby("arm")["run_id"].nunique()
@@ -118,6 +116,25 @@ def draw(
         axes.flat[0].set_title(curve.title)
         axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen, curve))
     return figure
+
+
+def _panels(arms: Sequence[str], styles: Mapping[str, Mapping[str, Any]], most: int) -> list[Sequence[str]]:
+    """Distribute sorted arms over panels: all in one if they are at most `most`, else a panel per weight format.
+
+    Arms of one format have one color in `styles`. If a format has more arms than `most`, or if no two arms have the
+    same color, they go in pairs. One left over comes first: a pair from the end is usually one with and without noise.
+    """
+    if len(arms) <= most:
+        return [arms]
+    formats: list[Sequence[str]] = [[*group] for _, group in itertools.groupby(arms, lambda arm: styles[arm]["color"])]
+    if len(formats) == len(arms):
+        formats = [arms]
+    panels = list[Sequence[str]]()
+    for group in formats:
+        size = len(group) if len(group) <= most else BESIDE
+        starts = range(-(-len(group) % size), len(group), size)
+        panels += [group[max(start, 0) : start + size] for start in starts]
+    return panels
 
 
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:

@@ -124,6 +124,18 @@ def test_many_arms_make_a_figure_that_is_wider_than_high(arms: int, panels: int,
     assert sum(bool(axis.get_ylabel()) for axis in figure.axes) == -(-panels // columns)  # at the left of each row
 
 
+@pytest.mark.parametrize(("baseline", "panels"), [
+    ("bf16", ["bf16_1 bf16_2 bf16_3", "mxfp4 mxfp4_1", "nf4", "nvfp4 nvfp4_1", "nvfp4_2 nvfp4_3"]),
+    (None, ["bf16 bf16_1 bf16_2", "nvfp4 nvfp4_1 nvfp4_2"]),
+    ("bf16", ["fp8 mxfp4", "nf4 nvfp4"]),
+])  # fmt: skip
+def test_two_formats_share_a_panel_only_if_each_has_one_arm(baseline: str | None, panels: list[str]) -> None:
+    first = [baseline] if baseline else []
+    figure = draw(points([*first, *" ".join(panels).split()], seeds=1, steps=2), REWARD, curves.STEP, baseline)
+    drawn = [[line.get_label().partition(" ")[0] for line in means(axis)] for axis in figure.axes]
+    assert drawn == [[*first, *panel.split()] for panel in panels]
+
+
 def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     found = comparison.curves(comparison.read([tmp_path]))
