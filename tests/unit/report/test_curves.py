@@ -136,6 +136,13 @@ def test_two_formats_share_a_panel_only_if_each_has_one_arm(baseline: str | None
     assert drawn == [[*first, *panel.split()] for panel in panels]
 
 
+def test_no_two_arms_of_a_report_look_alike() -> None:
+    looks = palette.styles({"bf16": "bf16"} | {f"nvfp4_{number}": "nvfp4" for number in range(36)})
+    assert len({tuple(look.values()) for look in looks.values()}) == len(looks)
+    ten = [*looks.values()][:10]  # also where points have no dashes
+    assert len({(look["color"], look["marker"]) for look in ten}) == len(ten)
+
+
 def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     found = comparison.curves(comparison.read([tmp_path]))
