@@ -5,7 +5,7 @@ this module computes as the lab does for its own runs; curves.csv has the readin
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 
@@ -113,17 +113,19 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Map labels of our arms to (method, weight format) of the row with the same settings in the paper's Table 1.
 
-    Arms without the settings `where` are left out. So are several arms on one model, task and algorithm that fit the
-    same row, since nothing tells which one is the paper's.
+    Arms without the settings `where` are left out. Of several arms on one model, task and algorithm that fit the same
+    row, the one labelled by its experiment alone has it (`arms.labels`): apart from the experiment it has the settings
+    of more than half of all arms, so no result decides. Without such an arm none has the row.
     """
-    places = dict[str, tuple[tuple[str, str], tuple[str, ...]]]()
+    fitting = defaultdict[tuple[tuple[str, str], tuple[str, ...]], list[str]](list)
     for label, runs in arms.items():
         for settings, row in TABLE_1:
             if settings.items() <= runs[0].settings.items():
                 keys = ("model.path", "task.name", "algorithm.name")
-                places[label] = row, tuple(runs[0].value(key) for key in keys)
-    counts = Counter(places.values())
-    return {
-        label: row for label, (row, others) in places.items()
-        if counts[row, others] == 1 and where.items() <= arms[label][0].settings.items()
-    }  # fmt: skip
+                fitting[row, tuple(runs[0].value(key) for key in keys)].append(label)
+    found = dict[str, tuple[str, str]]()
+    for (row, _), labels in fitting.items():
+        usual = labels if len(labels) == 1 else [label for label in labels if label == arms[label][0].experiment]
+        if len(usual) == 1 and where.items() <= arms[usual[0]][0].settings.items():
+            found[usual[0]] = row
+    return found

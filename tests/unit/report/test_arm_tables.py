@@ -139,6 +139,16 @@ def test_of_several_arms_that_answer_to_one_none_is_the_paper_s(tmp_path: Path) 
     ]  # fmt: skip
 
 
+def test_of_several_arms_the_one_at_the_rate_of_most_is_the_paper_s_whatever_they_reached(tmp_path: Path) -> None:
+    for name, rate, after in (("bf16", 1e-4, 0.5), ("nvfp4", 1e-4, 0.5), ("nvfp4", 3e-4, 1.0)):
+        run = tmp_path / f"{name}-{rate}"
+        make_run(run, name, 0, after=[after] * 4, optim__learning_rate=rate, **ON_GSM8K)
+    first, *_ = tables(comparison.read([tmp_path]), None)
+    assert {row[0]: row[-1] for row in first.rows[1:]} == {
+        "bf16": "0.881", "nvfp4": "0.885", "nvfp4 (optim.learning_rate=0.0003)": "-",
+    }  # fmt: skip
+
+
 def test_runs_of_another_task_stand_beside_no_accuracy_and_no_entropy_on_gsm8k(tmp_path: Path) -> None:
     make_run(tmp_path / "0", "bf16", 0, task__name="bigmath")
     first, entropies, *_ = tables(comparison.read([tmp_path]), None)
