@@ -70,6 +70,7 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
     ("line", "parts"),
     [
         ("scale=custom model.path=/no/such/place", ["model.path=/no/such/place is no directory", "a hub id"]),
+        ("scale=custom model.path=qwen-2.5", ["model.path=qwen-2.5 is no directory", "hub id such as Qwen/Qwen2.5-7B"]),
         ("scale=smollm2", ["SmolLM2-135M-Instruct.Q4_1.gguf is no file", "make smollm2", "where there is a hub"]),
         (
             "scale=custom model.path=qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",

@@ -42,7 +42,7 @@ class Layer(NamedTuple):
 
 
 def local_path(path: str, key: str = "model.path") -> Path | None:
-    """Return the local directory of the model `path`; None for a hub id or a GGUF file not yet unpacked.
+    """Return the local directory of the model `path`; None for a hub id OWNER/NAME or a GGUF file not yet unpacked.
 
     `pocket` is the model that comes with the lab. Raises ConfigError if `path` is none of these, or a GGUF file that
     does not exist; the message names the config key `key`.
@@ -55,7 +55,7 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
         return unpacked if unpacked.is_dir() else None
     if folder.is_dir():
         return folder
-    if folder.is_file() or path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+    if folder.is_file() or path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         example = shell_override(key, folder.parent) if folder.is_file() else f"{key}=DIRECTORY"
         raise ConfigError(
             f"{key}={path} is no directory; allowed: pocket, a directory, FILE.gguf, or a hub id such as "

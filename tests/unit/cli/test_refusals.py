@@ -82,7 +82,7 @@ def refused(line: str, capsys) -> str:
         ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "leave experiment=nvfp4_aqn out."]),
         ("+experiment=nvfp4_aqn_kl aqn.schedule=linear", ["_kl out and type aqn.schedule=linear aqn.unit=kl."]),
         # another model by the embedded policy's recipe
-        ("+experiment=nvfp4 task=gsm8k model.path=DIR", ["model.path=DIR", "0.001, 64 tokens", "Type scale=custom"]),
+        ("+experiment=nvfp4 task=gsm8k model.path=A/B", ["model.path=A/B", "0.001, 64 tokens", "Type scale=custom"]),
         # syntax
         ("nvfp4_aqn", ["Type +experiment=nvfp4_aqn"]),
         ("seed", ["seed has no value", "Type seed=VALUE"]),
