@@ -10,7 +10,7 @@ from qerl_lab.cli.compose import Job, Plan, make_plan
 from qerl_lab.cli.grammar import format_entry, format_key_entry
 from qerl_lab.cli.overrides import GROUPS
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.conf_folder import choices_of, default_option_by_group, group_folder
+from qerl_lab.config.conf_folder import default_option_by_group, group_folder
 from qerl_lab.config.message import first_and_last, some_of, with_noun
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.record.directory import RunDirectory
@@ -40,25 +40,31 @@ FLAGS = (
 )
 
 
-def overview() -> str:
-    """Format what `python -m qerl_lab` prints without arguments: the experiments and what to type."""
+def overview(config_dir: Path | None = None) -> str:
+    """Format what `python -m qerl_lab` prints without overrides: the experiments and what to type.
+
+    `config_dir` is the user's folder of options (`--config-dir`).
+    """
     return "\n".join([
-        ABOUT, "", "Experiments:", *_format_options("experiment"), "",
+        ABOUT, "", "Experiments:", *_format_options("experiment", config_dir), "",
         f"Run one: {EXAMPLES[0][0]}",
         "Four formats without and with noise, five seeds each: python -m qerl_lab +sweeps=weight_formats",
         "Every group, option and key: python -m qerl_lab --help",
     ])  # fmt: skip
 
 
-def help_text() -> str:
-    """Format the text of `python -m qerl_lab --help`: examples, groups with options, keys with defaults."""
+def help_text(config_dir: Path | None = None) -> str:
+    """Format the text of `python -m qerl_lab --help`: examples, groups with options, keys with defaults.
+
+    `config_dir` is the user's folder of options (`--config-dir`).
+    """
     lines = [ABOUT, "", "  python -m qerl_lab [FLAGS] GROUP=OPTION ... KEY=VALUE ...", "", "Examples:"]
     for command, meaning in EXAMPLES:
         lines += [f"  {command}", f"      {meaning}"]
     lines += ["", "Groups and their options (* is the default):"]
     defaults = default_option_by_group()
     for group, about in GROUPS.items():
-        lines += ["", f"{group}: {about}", *_format_options(group, defaults.get(group))]
+        lines += ["", f"{group}: {about}", *_format_options(group, config_dir, defaults.get(group))]
     lines += ["", "Keys and their values in the default run (a scale or an option may set others; see --cfg job):"]
     section, (usual,) = None, make_plan([], multirun=False).jobs
     for name, field, value in leaves(usual.config):
@@ -74,13 +80,16 @@ def describe_option(path: Path) -> str:
     return next((line for line in comments if not line.startswith("@")), "")
 
 
-def _format_options(group: str, default: str | None = None) -> list[str]:
-    """Format all options of a group with their descriptions, as lines. A star marks the option `default`."""
-    folder, lines = group_folder(group), list[str]()
-    names = sorted(choices_of(group), key=by_numbers)
-    width = max(map(len, names)) + 4
-    for name in names:
-        lines += format_entry(name + ("*" if name == default else ""), describe_option(folder / f"{name}.yaml"), width)
+def _format_options(group: str, config_dir: Path | None, default: str | None = None) -> list[str]:
+    """Format all options of a group with their descriptions, as lines. A star marks the option `default`.
+
+    The options are the lab's and those in `config_dir`; of two with one name Hydra takes the lab's, and so does this.
+    """
+    folders = [config_dir / group] if config_dir else []
+    files = {path.stem: path for folder in [*folders, group_folder(group)] for path in folder.glob("*.yaml")}
+    width, lines = max(map(len, files)) + 4, list[str]()
+    for name in sorted(sorted(files), key=by_numbers):
+        lines += format_entry(name + ("*" if name == default else ""), describe_option(files[name]), width)
     return lines
 
 

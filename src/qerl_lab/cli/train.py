@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,7 +133,7 @@ def _exit_if_no_override(hydra_config: Any) -> None:
     `hydra_config` is the section `hydra` of what Hydra composed.
     """
     if not hydra_config.overrides.task:
-        print(manual.overview())
+        print(manual.overview(_config_dir(sys.argv[1:])))
         sys.exit(OK)
 
 
@@ -158,7 +159,7 @@ def main(arguments: list[str]) -> int:
         return OK
     flags, overrides = _split_flags_from_overrides(arguments)
     if {"--help", "-h"} & set(flags):
-        print(manual.help_text())
+        print(manual.help_text(_config_dir(flags)))
         return OK
     refuse_several_processes(os.environ)
     if "resume" in (given := overrides_by_key(overrides)):
@@ -209,6 +210,12 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
         if word in FLAGS_WITH_VALUE and left and "=" not in left[0]:
             flags.append(left.pop(0))
     return flags, overrides
+
+
+def _config_dir(flags: Sequence[str]) -> Path | None:
+    """Return the folder that the flag --config-dir gives, as two words or as one with `=`; None without the flag."""
+    words = [part for flag in flags for part in (flag.split("=", 1) if flag.startswith("-") else [flag])]
+    return next((Path(value) for flag, value in pairwise(words) if flag in ("--config-dir", "-cd")), None)
 
 
 def _resume(flags: list[str], typed: dict[str, str]) -> int:
