@@ -117,9 +117,7 @@ def start(
             and the output goes to console.txt.
         made: topmost folder that was created for the run. Empty folders up to it are deleted with the files.
     """
-    if sweep_job and run.status != "done":
-        run.share_gpu(sweep_job.config.jobs_per_gpu)
-    config = run.config()
+    config = run.share_gpu(sweep_job.config.jobs_per_gpu) if sweep_job and run.status != "done" else run.config()
     with run.locked() as lock:
         before = run.status
         if before == "done":

@@ -234,16 +234,18 @@ class RunDirectory:
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
         self._replace_config(cfg)
 
-    def share_gpu(self, jobs: int) -> None:
+    def share_gpu(self, jobs: int) -> RunConfig:
         """Record that the run goes on as one of `jobs` jobs that share its GPU, if that was another number.
 
-        The process of the run reads it in resolved.yaml. Raises ConfigError if that file is damaged, or if another
-        process is running here.
+        The process of the run reads it in resolved.yaml. Returns the new content of that file. Raises ConfigError if it
+        is damaged, or if another process is running here.
         """
         cfg = self.config()
         if cfg.jobs_per_gpu != jobs:
+            cfg = replace(cfg, jobs_per_gpu=jobs)
             with self.locked():
-                self._replace_config(replace(cfg, jobs_per_gpu=jobs))
+                self._replace_config(cfg)
+        return cfg
 
     def _replace_config(self, cfg: RunConfig) -> None:
         """Replace resolved.yaml atomically. A lock of the old file does not hold for the new one."""

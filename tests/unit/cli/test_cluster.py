@@ -5,6 +5,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import cast
@@ -119,6 +120,15 @@ def test_a_job_that_its_cluster_starts_again_goes_on(job: SweepJob) -> None:
         assert job() == ""
         assert run.status == status
     assert job.checkpoint().function is job
+
+
+@pytest.mark.parametrize("jobs_per_gpu", [1, 2])
+def test_a_job_reads_its_configuration_once(job: SweepJob, jobs_per_gpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, reads = RunDirectory.config, list[Path]()
+    monkeypatch.setattr(RunDirectory, "config", lambda run: reads.append(run.path) or read(run))
+    assert replace(job, config=RunConfig(jobs_per_gpu=jobs_per_gpu))() == ""
+    assert reads == [job.run_dir]
+    assert read(RunDirectory(job.run_dir)).jobs_per_gpu == jobs_per_gpu
 
 
 def test_a_job_near_its_time_limit_saves_before_it_is_put_back(job: SweepJob, monkeypatch: pytest.MonkeyPatch) -> None:
