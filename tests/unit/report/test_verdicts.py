@@ -156,6 +156,14 @@ def less_accurate(made: Run, lost: float) -> pd.Series:
     return made.accuracy["after"] + 0.5 - (lost if made.value("format.name") == "nvfp4" else 0)
 
 
+def other_answers(made: Run, amount: float) -> pd.Series:
+    """Every seed and question has the same mean of treated less control, and the answers differ by `amount`."""
+    values = made.accuracy["after"] * 0
+    if made.value("format.name") != "nvfp4":
+        return values
+    return values + amount * (-1.0) ** (np.arange(len(values)) + made.seed)
+
+
 def asked_others(made: Run, shared: int) -> pd.Series:
     """The data changed between the two arms: nothing is paired, and the claim's own measure still is."""
     values = made.accuracy["after"]
@@ -166,7 +174,7 @@ def asked_others(made: Run, shared: int) -> pd.Series:
 
 @pytest.mark.parametrize(("change", "amount", "state"), [
     (less_accurate, 0.0, "held"), (less_accurate, 0.1, "broken"), (less_accurate, 0.02, "open"),
-    (asked_others, 0, "open"), (asked_others, 1, "open"),
+    (other_answers, 0.01, "held"), (other_answers, 1.0, "open"), (asked_others, 0, "open"), (asked_others, 1, "open"),
 ])  # fmt: skip
 def test_a_guardrail_is_said_beside_the_verdict(
     change: Callable[[Run, float], pd.Series], amount: float, state: str
