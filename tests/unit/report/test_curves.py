@@ -66,6 +66,16 @@ def test_by_clock_the_mean_is_where_every_seed_has_been() -> None:
     assert axis.get_xlabel() == "seconds of training steps"
 
 
+@pytest.mark.parametrize(("seconds", "label", "end"), [
+    (119, "seconds", 119), (120, "minutes", 2), (7199, "minutes", 7199 / 60), (7200, "hours", 2),
+])  # fmt: skip
+def test_time_has_the_unit_that_its_label_names(seconds: int, label: str, end: float) -> None:
+    table = points(["bf16"], seeds=1, steps=2)
+    (axis,) = draw(table.assign(seconds=table["step"] * seconds / 2), REWARD, curves.CLOCK, None).axes
+    assert axis.get_xlabel() == f"{label} of training steps"
+    assert means(axis)[0].get_xdata()[-1] == pytest.approx(end)
+
+
 ACCURACY = next(curve for curve in curves.CURVES if curve.name == "accuracy")
 
 
