@@ -27,7 +27,7 @@ from qerl_lab.evaluate.accuracy import ask_questions, evaluation_seed
 from qerl_lab.evaluate.evaluate_options import BY_FIRST_CHARACTER, BY_TASK, SMALL, SMALL_SAMPLES, AccuracyOptions
 from qerl_lab.evaluate.subject import Subject
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA
-from qerl_lab.model import policy
+from qerl_lab.model import gpu_memory, policy
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import local_folder
 from qerl_lab.record.environment import environment
@@ -67,6 +67,8 @@ def run(options: AccuracyOptions) -> None:
         return print_results(out, "was evaluated before")
     if out.exists() and not options.overwrite:
         raise ConfigError(f"out={out} holds something else. Type another out, or overwrite=true to replace it.")
+    if not gpu_memory.is_shared(policy.device_of(chosen.cfg.device)):
+        chosen.cfg.jobs_per_gpu = 1  # the jobs that shared the GPU with the run have ended
     too_long, seconds = dict[str, int](), 0.0
     with Unfinished(out, identity, options.overwrite) as unfinished:
         # A dense base is asked once: its own engine is the common one.

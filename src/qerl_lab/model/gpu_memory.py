@@ -27,6 +27,14 @@ def limit_to_part(device: torch.device, jobs: int) -> None:
         torch.cuda.set_per_process_memory_fraction(part_bytes(device, jobs) / total, index)
 
 
+def is_shared(device: torch.device) -> bool:
+    """Tell whether other processes hold memory of `device`, if it is a GPU; False on a CPU."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device) > OUTSIDE_TORCH
+
+
 def free_bytes(device: torch.device, jobs: int) -> int:
     """Return the free memory of `device` in bytes, of a GPU that `jobs` jobs share at most what is left of one's part.
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from qerl_lab import rollout, tasks
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.units import GIB
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import accuracy_run, subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
@@ -74,6 +75,24 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     assert read(base)[0]["completion"].tolist() != rows["completion"].tolist()
     assert ", its base alone is evaluated: nvfp4" in capsys.readouterr().out
     shutil.rmtree(run_dir / "evaluations")
+
+
+@pytest.mark.parametrize(("held_by_others", "jobs"), [(0.5, 1), (3.0, 4)])  # GiB, with the context of this process
+def test_a_run_that_shared_its_gpu_is_evaluated_with_all_of_it_if_no_other_process_is_there(
+    held_by_others: float, jobs: int, tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    sharing = subject.Subject("a run", tiny(device="cuda", jobs_per_gpu=4))
+    monkeypatch.setattr(subject, "resolve_subject", lambda _: sharing)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int((76 - held_by_others) * GIB), 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4 * GIB)
+    monkeypatch.setattr(policy, "device_of", torch.device)
+    monkeypatch.setattr(policy, "compute_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(accuracy_run, "ask_engine", lambda chosen, *_: asked.append(chosen.cfg.jobs_per_gpu) or ({}, 0))
+    monkeypatch.setattr(accuracy_run, "write_results", lambda *_: None)
+    monkeypatch.setattr(accuracy_run, "print_results", lambda *_: None)
+    accuracy_run.run(AccuracyOptions(run="run", out=str(tmp_path / "out")))
+    assert asked == [jobs]
 
 
 def test_questions_of_a_model_alone_have_the_context_that_completions_leave() -> None:
