@@ -166,7 +166,7 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
 
     A label shows only settings in which `runs` differ, without those that follow from the task's name. It shows a
     setting that the experiment declares (`Run.declared`) only if runs of the experiment differ in it. It shows any
-    other setting only if at most half of the arms that do not declare it have the same value. The settings of a group
+    other setting only if at most half of the runs that do not declare it have the same value. The settings of a group
     in `CHOICES` appear as one choice, such as `aqn=linear`.
     """
     arms, found = {run.arm: run for run in runs}, {}
@@ -174,7 +174,7 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
 
     def is_needed(key: str, run: Run) -> bool:
         """Tell whether the label of a run's arm must show the setting `key`."""
-        undeclared = [other.value(key) for other in arms.values() if key not in other.declared]
+        undeclared = [other.value(key) for other in runs if key not in other.declared]
         if key in run.declared or len(set(undeclared)) == 1:
             return len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
         return 2 * undeclared.count(run.value(key)) <= len(undeclared)

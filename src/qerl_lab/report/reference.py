@@ -115,7 +115,7 @@ def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str])
 
     Arms without the settings `where` are left out. Of several arms on one model, task and algorithm that fit the same
     row, the one labelled by its experiment alone has it (`arms.labels`): apart from the experiment it has the settings
-    of more than half of all arms, so no result decides. Without such an arm none has the row.
+    of more than half of all runs, so no result decides. Without such an arm none has the row.
     """
     fitting = defaultdict[tuple[tuple[str, str], tuple[str, ...]], list[str]](list)
     for label, runs in arms.items():

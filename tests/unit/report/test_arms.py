@@ -71,6 +71,11 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
     # what most arms share goes without saying
     ([run("bf16"), run("nvfp4"), run("nvfp4", aqn__schedule="cosine", steps=7), run("nvfp4_aqn")],
      ["bf16", "nvfp4", "nvfp4 (aqn=cosine, steps=7)", "nvfp4_aqn"]),
+    # most arms are at other rates than most runs
+    ([*(run(name, seed) for name in ("bf16", "nvfp4") for seed in (0, 1)),
+      *(run(name, optim__learning_rate=rate) for name in ("bf16", "nvfp4") for rate in (2.0, 1.0))][:7],
+     ["bf16", "bf16", "nvfp4", "nvfp4", "bf16 (optim.learning_rate=2.0)", "bf16 (optim.learning_rate=1.0)",
+      "nvfp4 (optim.learning_rate=2.0)"]),
     # a key that an experiment declares is named where its namesakes differ in it
     ([run("bf16"), run("nvfp4_aqn"), run("nvfp4_aqn", aqn__schedule="linear")],
      ["bf16", "nvfp4_aqn (aqn=exponential)", "nvfp4_aqn (aqn=linear)"]),
