@@ -140,7 +140,8 @@ def _panels(arms: Sequence[str], styles: Mapping[str, Mapping[str, Any]], most: 
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Group arms that differ only in weight format; return title of the group -> weight format -> label of the arm.
 
-    Only plain arms (`reference.is_plain`) take part. Only groups of several formats are returned, the largest first.
+    Only plain arms (`reference.is_plain`) take part. Only groups of several formats are returned, the one with most
+    formats first, of equals the one with most runs.
     """
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for label, runs in comparison.arms.items():
@@ -149,7 +150,9 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
             others = tuple(sorted((key, value) for key, value in settings.items() if not key.startswith("format.")))
             found.setdefault(others, {}).setdefault(settings["format.name"], label)
     several = [(others, formats) for others, formats in found.items() if len(formats) > 1]
-    several.sort(key=lambda group: -len(group[1]))  # a page shows the first few
+    counts = {label: len(runs) for label, runs in comparison.arms.items()}
+    # A page shows the first few.
+    several.sort(key=lambda group: (len(group[1]), sum(counts[label] for label in group[1].values())), reverse=True)
     shared = set.intersection(*(set(others) for others, _ in several)) if several else set()
     order = {name: place for place, name in enumerate(palette.FORMATS)}  # a format deleted since its runs is last
     titled = dict[str, dict[str, str]]()

@@ -172,6 +172,15 @@ def test_a_format_that_was_deleted_after_its_runs_is_the_last_of_the_formats(
     assert list(formats) == ["nvfp4", "bf16"]
 
 
+def test_of_groups_with_equally_many_formats_the_one_with_most_runs_is_first(tmp_path: Path) -> None:
+    for rate, seeds in ((3e-5, 1), (1e-4, 2), (3e-4, 1)):
+        for name in ("bf16", "nvfp4"):
+            for seed in range(seeds):
+                make_run(tmp_path / f"{name}{rate}{seed}", name, seed, optim__learning_rate=rate)
+    titles = list(curves.group_formats(comparison.read([tmp_path])))
+    assert titles == [f"optim.learning_rate={rate}" for rate in ("0.0001", "3e-05", "0.0003")]
+
+
 @pytest.mark.parametrize("panels", [1, 2])
 def test_the_legend_of_effects_is_as_narrow_as_the_figure(found: Comparison, panels: int) -> None:
     rows = [row for row in verdicts.judge(found.counted, found.runs) if row.numbers]
