@@ -1,7 +1,8 @@
 """Choose how many completions go through a forward and backward pass at once, from the GPU memory that is free.
 
-For optim.micro_batch_size=null. accelerate's `find_executable_batch_size` lowers the size only after memory ran out in
-training, and by a tenth, which divides no update; TRL refuses it for GRPO. Here passes are measured before training.
+This is needed if optim.micro_batch_size is null. Passes of growing size are measured before training. accelerate's
+`find_executable_batch_size` does not serve: it lowers the size only after training has run out of memory, and by a
+tenth, although the size must divide the completions of an update. TRL refuses it for GRPO.
 """
 
 import math
@@ -26,16 +27,16 @@ from qerl_lab.train.trainer import LabTrainer
 from qerl_lab.train.training_data import Cursor, TrainingData
 
 SHARE = 0.9  # of the free memory; the rest is for gaps between tensors of changing lengths, and for CUDA's workspaces
-ON_CPU = RunConfig().optim.completions_at_once  # at most; torch does not measure memory there
+MOST_ON_CPU = RunConfig().optim.completions_at_once  # torch does not measure memory there
 
 
 def choose(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, ranks: Ranks) -> int:
     """Return a micro-batch size that fits into free memory on every rank: a divisor of the completions of an update.
 
-    On a CPU it is at most `ON_CPU`. On a GPU see `choose_by_passes`.
+    On a CPU it is at most `MOST_ON_CPU`. On a GPU see `choose_by_passes`.
     """
     if policy.device.type == "cpu":
-        return largest_divisor(cfg.mini_batch_size_per_gpu, ON_CPU)
+        return largest_divisor(cfg.mini_batch_size_per_gpu, MOST_ON_CPU)
     return choose_by_passes(cfg, policy, engine, data, ranks)
 
 
@@ -53,7 +54,8 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
     def choose_here() -> int:
         budget = budget_bytes(cfg, policy)
         try:
-            size = fit(cfg.mini_batch_size_per_gpu, budget, partial(peak_bytes, trainer, data.longest_prompt))
+            measure = partial(peak_bytes, trainer, data.longest_prompt)
+            size = largest_fitting(cfg.mini_batch_size_per_gpu, budget, measure)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()  # of what was measured, for the message
             tokens = data.longest_prompt + cfg.rollout.max_completion_tokens
@@ -62,7 +64,7 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
                 f"{budget / GIB:.2f} GiB that are free for it. "
                 f"{out_of_memory.in_training(one, policy, engine.held(), error)}"
             ) from error
-        torch.cuda.reset_peak_memory_stats(policy.device)  # `memory/gpu_peak_gib` is that of training
+        torch.cuda.reset_peak_memory_stats(policy.device)  # `memory/gpu_peak_gib` counts training only
         return size
 
     return min(ranks.gather(ranks.run_on_all(choose_here, ConfigError)))
@@ -91,7 +93,7 @@ def peak_bytes(trainer: LabTrainer, prompt_tokens: int, completions: int) -> flo
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
     try:
-        trainer.pass_made_up_completions(completions, prompt_tokens)
+        trainer.run_dummy_pass(completions, prompt_tokens)
     except torch.OutOfMemoryError:
         if completions == 1:
             raise
@@ -99,25 +101,28 @@ def peak_bytes(trainer: LabTrainer, prompt_tokens: int, completions: int) -> flo
     return torch.cuda.max_memory_reserved(device) - before
 
 
-def fit(completions: int, budget: int, measure: Callable[[int], float]) -> int:
-    """Return the largest divisor of `completions` whose passes take at most `budget` bytes.
+def largest_fitting(completions: int, budget: int, measure: Callable[[int], float]) -> int:
+    """Return the largest divisor of `completions` that fits: passes of that size take at most `budget` bytes.
 
-    `measure` runs the passes of so many completions and returns their bytes, infinite if memory runs out. It measures
-    one divisor after the other, as long as the next should fit: by the line through the first and the last, or after
-    the first alone in proportion. It measures the result last, because torch keeps that memory. Raises OutOfMemoryError
-    if one completion takes more than `budget`.
+    `measure` runs passes with a number of completions and returns the bytes that they take, infinite if memory runs
+    out. The divisors are measured in rising order, until one does not fit or is expected not to. The expectation is
+    linear in the size. It is proportional to the first measurement; from the second on it is the line through the first
+    and the last. The result is measured last, because torch keeps that memory. Raises OutOfMemoryError if one
+    completion takes more than `budget`.
     """
     size, first = 1, measure(1)
     if first > budget:
         raise torch.OutOfMemoryError(f"It takes {first / GIB:.2f} GiB.")
     peak = per_completion = first
-    for larger in (size for size in range(2, completions + 1) if completions % size == 0):
+    for larger in range(2, completions + 1):
+        if completions % larger:
+            continue
         if peak + per_completion * (larger - size) > budget:
             break
-        found = measure(larger)
-        if found > budget:
+        measured = measure(larger)
+        if measured > budget:
             measure(size)  # again, so that torch keeps no more
             break
-        size, peak = larger, found
+        size, peak = larger, measured
         per_completion = (peak - first) / (size - 1)
     return size

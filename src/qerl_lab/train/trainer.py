@@ -314,11 +314,12 @@ class LabTrainer(GRPOTrainer):
         share = (batch["entropies"] * in_loss).sum() * (1 / in_loss.sum().clamp(min=1) - of_all)
         return loss + applied * (share / self.current_gradient_accumulation_steps)
 
-    def pass_made_up_completions(self, completions: int, prompt_tokens: int) -> None:
-        """Run one forward and backward pass on made-up completions of full length, so that its memory can be measured.
+    def run_dummy_pass(self, completions: int, prompt_tokens: int) -> None:
+        """Run one forward and backward pass on dummy completions of full length, so that its memory can be measured.
 
-        `micro_batch` calls this before training. Gradients exist meanwhile, as from the second micro-batch of an update
-        on. Afterwards all is as before, and there are no gradients; only this trainer's lists for metrics have changed.
+        `micro_batch` calls this before training. The trained weights have gradients during the pass, because in
+        training they have them from the second micro-batch of an update on. Afterwards the gradients are gone, and only
+        this trainer's lists for metrics have changed.
         """
         model, device, keep = self.policy.model, self.policy.device, self.cfg.rollout.max_completion_tokens
         ids = torch.ones((completions, prompt_tokens + keep), dtype=torch.long, device=device)

@@ -19,7 +19,7 @@ from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import OK
 from qerl_lab.train import micro_batch
-from qerl_lab.train.micro_batch import choose, fit
+from qerl_lab.train.micro_batch import choose, largest_fitting
 from qerl_lab.train.ranks import ALONE
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
@@ -60,7 +60,7 @@ def test_the_largest_divisor_whose_passes_fit(
         measured.append(n)
         return need(n) if need(n) <= LIMIT else torch.inf
 
-    assert fit(completions, budget, measure) == size
+    assert largest_fitting(completions, budget, measure) == size
     assert measured[-1] == size, "torch keeps the memory of another size"
     tried = [*dict.fromkeys(measured)]
     assert tried == [n for n in range(1, tried[-1] + 1) if completions % n == 0], "far beyond what fits"
@@ -70,13 +70,13 @@ def test_no_pass_is_tried_that_the_line_says_is_too_large() -> None:
     """Beside another run it would take the memory that the other needs."""
     for budget in range(115, 640, 35):
         measured: list[int] = []
-        fit(256, budget, lambda n, tried=measured: tried.append(n) or 100 + 10 * n)
+        largest_fitting(256, budget, lambda n, tried=measured: tried.append(n) or 100 + 10 * n)
         assert max(measured) <= (budget - 100) / 10
 
 
 def test_one_completion_that_does_not_fit_says_what_it_takes() -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"It takes 3\.00 GiB\."):
-        fit(8, 2 * GIB, lambda n: 3 * GIB * n)
+        largest_fitting(8, 2 * GIB, lambda n: 3 * GIB * n)
 
 
 class Gpu:
@@ -122,7 +122,7 @@ def on_gpu(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], G
         monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
         for name in (name for name in vars(Gpu) if name[0] != "_" and hasattr(torch.cuda, name)):
             monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
-        trainer = SimpleNamespace(policy=policy, pass_made_up_completions=gpu.run)
+        trainer = SimpleNamespace(policy=policy, run_dummy_pass=gpu.run)
         monkeypatch.setattr(micro_batch, "LabTrainer", lambda *_: trainer)
         monkeypatch.setattr(micro_batch, "Cursor", lambda *_: None)
         return gpu
@@ -196,7 +196,7 @@ def test_all_ranks_take_the_smallest_and_end_together(
                 raise torch.OutOfMemoryError("It takes 3.00 GiB.")
             return size
 
-        monkeypatch.setattr(micro_batch, "fit", fit_here)
+        monkeypatch.setattr(micro_batch, "largest_fitting", fit_here)
         with ThreadPoolExecutor(2) as pool:
             ends = [pool.submit(choose, cfg, policy, ENGINE, DATA, ranks) for ranks in threads(2)]
         return [end.exception() or end.result() for end in ends]
@@ -237,7 +237,7 @@ def test_a_measured_pass_reads_full_completions_and_leaves_nothing(
     fails = next(p for p in policy.model.parameters() if p.requires_grad).register_hook(run_out) if runs_out else watch
     try:
         with pytest.raises(torch.OutOfMemoryError) if runs_out else nullcontext():
-            trainer.pass_made_up_completions(3, prompt_tokens=20)
+            trainer.run_dummy_pass(3, prompt_tokens=20)
     finally:
         watch.remove()
         fails.remove()
@@ -289,7 +289,7 @@ def test_a_run_that_measured_is_the_run_of_the_number(new_runs, monkeypatch: pyt
     sizes: list[int] = []
 
     def peak_bytes(trainer: LabTrainer, prompt_tokens: int, completions: int) -> int:
-        trainer.pass_made_up_completions(completions, prompt_tokens)
+        trainer.run_dummy_pass(completions, prompt_tokens)
         sizes.append(completions)
         return 10 * completions
 
@@ -313,7 +313,7 @@ def test_a_resumed_run_keeps_its_size_whatever_is_free_then(
     runs = new_runs()
     with pytest.raises(EngineFailed, match="1 of 3 steps are saved"):
         runs.run("die@3")  # the evaluation, step 1, step 2
-    monkeypatch.setattr(micro_batch, "ON_CPU", 2)
+    monkeypatch.setattr(micro_batch, "MOST_ON_CPU", 2)
     assert runs.run() == OK
     assert "8 at a time" in capfd.readouterr().out.rpartition("continuing after step 1")[0].splitlines()[-1]
     assert [session["micro_batch_size"] for session in runs.directory.environments()] == [8, 8]
@@ -326,6 +326,6 @@ def test_a_run_that_has_trained_no_step_chooses_anew(new_runs, monkeypatch: pyte
     runs = new_runs(steps=1)
     with pytest.raises(EngineFailed, match="0 of 1 steps are saved"):
         runs.run("die@1")
-    monkeypatch.setattr(micro_batch, "ON_CPU", 2)
+    monkeypatch.setattr(micro_batch, "MOST_ON_CPU", 2)
     assert runs.run() == OK
     assert [session["micro_batch_size"] for session in runs.directory.environments()] == [8, 2]
