@@ -9,7 +9,7 @@ import pytest
 
 from processes import run_module
 from qerl_lab.config.option import ConfigError
-from qerl_lab.train.__main__ import check_vllm
+from qerl_lab.train.__main__ import check_vllm_imports
 
 pytestmark = pytest.mark.integration
 LOADER = "libcudart.so.13: cannot open shared object file: No such file or directory"
@@ -50,4 +50,4 @@ def test_a_library_that_it_does_not_find_is_named_too(tmp_path: Path, monkeypatc
     monkeypatch.setattr(importlib, "import_module", broken)
     said = f"({package}) and cannot be imported ({error.__name__}: {LOADER})"
     with pytest.raises(ConfigError, match=re.escape(said)):
-        check_vllm()
+        check_vllm_imports()

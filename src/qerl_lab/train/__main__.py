@@ -32,21 +32,22 @@ def main(directory: RunDirectory, parent: int) -> int:
 
     Writes FAILED on an error. `parent` is the id of the process that started this one: the run stops when it dies.
     """
-    stop, is_alone = Stop.on_signals(parent), True
+    stop = Stop.on_signals(parent)
+    is_alone = True
     try:
         cfg = directory.config()
         refuse_several_processes(os.environ, cfg.gpus)
-        is_alone, speaks = cfg.gpus == 1, os.environ.get("RANK", "0") == "0"  # rank 0 speaks for all
-        if not speaks:
+        is_alone = cfg.gpus == 1
+        if os.environ.get("RANK", "0") != "0":  # rank 0 prints for all
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         # These imports take over ten seconds. Signal handlers are installed already.
         if cfg.device != "cpu":
             from qerl_lab.train.ranks import hide_other_gpus
 
-            if said := hide_other_gpus(cfg.gpus):
-                print(said, flush=True)
+            if notice := hide_other_gpus(cfg.gpus):
+                print(notice, flush=True)
         with terminal.quiet_imports():
-            check_vllm()
+            check_vllm_imports()
             from qerl_lab.train import run
 
         return run.run(cfg, directory, stop)
@@ -59,7 +60,7 @@ def main(directory: RunDirectory, parent: int) -> int:
         return USAGE if isinstance(error, ConfigError) else FAILURE
 
 
-def check_vllm() -> None:
+def check_vllm_imports() -> None:
     """Raise ConfigError if vLLM is installed but cannot be imported.
 
     TRL imports vLLM whenever it is installed, even with `rollout=transformers`, and has no switch for that.

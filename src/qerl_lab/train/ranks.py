@@ -75,22 +75,22 @@ class Ranks:
         """Return, on every rank, whether `flag` is true on any rank."""
         return any(self.gather(flag))
 
-    def run_on_all(self, act: Callable[[], T], *endings: type[Exception]) -> T:
+    def run_on_all(self, act: Callable[[], T], *exceptions: type[Exception]) -> T:
         """Call `act` on every rank and return this rank's result.
 
-        If `act` raises an exception of a type in `endings` on any rank, every rank raises an exception of that type.
+        If `act` raises an exception of a type in `exceptions` on any rank, every rank raises an exception of that type.
         """
         if self.size == 1:
             return act()
-        done, own = None, None
+        result, raised = None, None
         try:
-            done = act()
-        except endings as error:
-            own = error
-        for rank, ending in enumerate(self.gather(own)):
-            if ending is not None:
-                raise type(ending)(f"rank {rank}: {ending}") from own
-        return cast(T, done)
+            result = act()
+        except exceptions as error:
+            raised = error
+        for rank, error_of_rank in enumerate(self.gather(raised)):
+            if error_of_rank is not None:
+                raise type(error_of_rank)(f"rank {rank}: {error_of_rank}") from raised
+        return cast(T, result)
 
     def share(self, count: int) -> range:
         """Return the indices of this rank's share of `count` items, split evenly and in rank order."""
@@ -150,9 +150,10 @@ def hide_other_gpus(wanted: int) -> str | None:
     refuse_fewer_gpus(wanted, len(names))
     if len(names) <= wanted:
         return None
-    os.environ[VISIBLE] = ",".join(names[:wanted])
-    noun, pronoun, others = ("GPU", "another", names[wanted]) if wanted == 1 else ("GPUs", "others", "")
-    others = others or ",".join([*names[wanted:], *names][:wanted])
+    taken, hidden = names[:wanted], names[wanted:]
+    os.environ[VISIBLE] = ",".join(taken)
+    noun, pronoun = ("GPU", "another") if wanted == 1 else ("GPUs", "others")
+    others = ",".join([*hidden, *taken][:wanted])  # some that are taken, too, if fewer than `wanted` are hidden
     return (
         f"The run takes {noun} {os.environ[VISIBLE]} ({torch.cuda.get_device_name(0)}) of the {len(names)} visible "
         f"ones. To take {pronoun}, type {VISIBLE}={others} before the command."
