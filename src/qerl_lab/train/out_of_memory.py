@@ -13,7 +13,7 @@ from qerl_lab.model.linear import total_bytes
 from qerl_lab.model.policy import Policy
 
 OTHERS = "others"
-MUCH = 4 * GIB  # held by other programs; CUDA itself takes about half a GiB per program
+MUCH_BY_OTHERS = 4 * GIB  # held by other programs; CUDA itself takes about half a GiB per program
 
 
 def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
@@ -36,7 +36,7 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
     return found
 
 
-def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str:
+def message_while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str:
     """Return the error message for a model that does not fit on the GPU `device` when it is loaded.
 
     It says how much memory is used and free, and what to type instead. `error` is torch's out-of-memory error.
@@ -47,8 +47,8 @@ def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str
     remedies = ["CUDA_VISIBLE_DEVICES=N in front of the command, for another GPU", "a smaller jobs_per_gpu"]
     remedies += ["format=nvfp4"] if cfg.format.name == DENSE_FORMAT else []
     return (
-        f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({_first_line(error)}). In GiB: "
-        f"{_format_gib_by_owner(shares)}{_said_of_part(cfg, device)}. Type one of: {'; '.join(remedies)}; "
+        f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({_torch_reason(error)}). In GiB: "
+        f"{_format_gib_by_owner(shares)}{_part_note(cfg, device)}. Type one of: {'; '.join(remedies)}; "
         "a smaller model.path."
     )
 
@@ -58,20 +58,20 @@ def _format_gib_by_owner(shares: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in shares.items())
 
 
-def _said_of_part(cfg: RunConfig, device: torch.device) -> str:
-    """Say how much of a shared GPU this run may take; "" if it has the GPU to itself. Else `free` would puzzle."""
+def _part_note(cfg: RunConfig, device: torch.device) -> str:
+    """Say how much of a shared GPU this run may take, because it can be less than is free. "" for a GPU of its own."""
     if device.type != "cuda" or cfg.jobs_per_gpu == 1:
         return ""
     part = part_bytes(device, cfg.jobs_per_gpu)
     return f"; with jobs_per_gpu={cfg.jobs_per_gpu} this run may take {part / GIB:.2f}"
 
 
-def _first_line(error: Exception) -> str:
+def _torch_reason(error: Exception) -> str:
     """Return the first line of torch's out-of-memory message, without its list of processes."""
     return re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))
 
 
-def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
+def message_in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
     """Return the error message for a run out of memory in training: memory by owner, and config keys that lower it.
 
     `held_by_engine` is the result of `Engine.held`, `error` torch's out-of-memory error.
@@ -79,7 +79,7 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
     found = bytes_by_owner(policy, held_by_engine)
     shares = _format_gib_by_owner(found)
     remedies = []
-    if cfg.jobs_per_gpu > 1 or found.get(OTHERS, 0) > MUCH:
+    if cfg.jobs_per_gpu > 1 or found.get(OTHERS, 0) > MUCH_BY_OTHERS:
         remedies.append("a smaller jobs_per_gpu")
     at_once = cfg.optim.completions_at_once
     if at_once > 1:
@@ -95,5 +95,5 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
     elif cfg.rollout.engine == "transformers":
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
     return (
-        f"{_first_line(error)} In GiB: {shares}{_said_of_part(cfg, policy.device)}. Type one of: {'; '.join(remedies)}."
+        f"{_torch_reason(error)} In GiB: {shares}{_part_note(cfg, policy.device)}. Type one of: {'; '.join(remedies)}."
     )

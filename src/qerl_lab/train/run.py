@@ -45,13 +45,16 @@ from qerl_lab.train.training_data import Cursor, TrainingData, select
 class Session:
     """All parts of a run in one process.
 
-    `cfg` is as recorded, where optim.micro_batch_size may be null. `sized` has the number that this run takes instead,
-    and 1 before `run` has chosen that number. `saved` is the checkpoint to resume from, None for a new run. `notes` are
-    lines for the user. Only rank 0 has a `tracker`.
+    Attributes:
+        cfg: the recorded configuration, in which optim.micro_batch_size may be null.
+        sized_cfg: the same with the micro-batch size that this process uses; null is 1 until `run` has chosen a size.
+        saved: the checkpoint to resume from; None for a new run.
+        notes: lines to print for the user.
+        tracker: writes the record; only rank 0 has one.
     """
 
     cfg: RunConfig
-    sized: RunConfig
+    sized_cfg: RunConfig
     directory: RunDirectory
     stop: Stop
     ranks: Ranks
@@ -67,7 +70,7 @@ class Session:
         """Return the step of the checkpoint that this session resumes from; 0 for a new run."""
         return self.saved.step if self.saved else 0
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise Interrupted on every rank if any rank was asked to stop."""
         if self.ranks.any(self.stop.requested):
             raise Interrupted
@@ -76,8 +79,8 @@ class Session:
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """Do a whole run: build, evaluate, train, evaluate, record. Return the exit status: 0 done, 130 interrupted.
 
-    Raises ConfigError if the run cannot start. Raises EngineFailed with the command that resumes the run, and
-    OutOfMemoryError with the memory of each owner, in their messages.
+    Raises ConfigError if the run cannot start. Raises EngineFailed if the engine fails; the message has the command
+    that resumes the run. Raises OutOfMemoryError if memory runs out; the message says what holds it.
     """
     started = time.time()
     session = build_session(cfg, directory, stop)
@@ -92,21 +95,21 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             micro_batch_size = cfg.optim.micro_batch_size or (saved.micro_batch_size if saved else None)
             if micro_batch_size is None:
                 micro_batch_size = micro_batch.choose(cfg, session.policy, engine, session.data, ranks)
-            session.sized = cfg.with_micro_batch(micro_batch_size)
+            session.sized_cfg = cfg.with_micro_batch(micro_batch_size)
             if ranks.is_first:
                 directory.write_environment(session.data.task.data, engine.linear_backend, micro_batch_size)
                 directory.begin_session(started)
                 print(opening_lines(session), flush=True)
                 tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)
                 session.tracker = closing.enter_context(tracker)
-            session.check()
+            session.raise_if_stopped()
             # the quantized model: no trained adapter, no noise
             evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
             if not saved:
                 evaluate_subset(session, 0)
-            session.check()
+            session.raise_if_stopped()
             train(session)
-            session.check()
+            session.raise_if_stopped()
             # with the adapter, no noise
             evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
         except (Interrupted, EngineFailed) as error:
@@ -121,8 +124,8 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
                 f"Type python -m qerl_lab {resume_override(cfg.run_dir)} to go on."
             ) from error
         except torch.OutOfMemoryError as error:
-            said = out_of_memory.in_training(session.sized, session.policy, engine.held(), error)
-            raise torch.OutOfMemoryError(said) from error
+            message = out_of_memory.message_in_training(session.sized_cfg, session.policy, engine.held(), error)
+            raise torch.OutOfMemoryError(message) from error
         ranks.leave()
         if session.tracker:
             conclude(session, session.tracker)
@@ -156,19 +159,19 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # for a model just downloaded
     task = tasks.load(cfg.task)
     directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
-    cut = question_counts.note_cut_questions(cfg, len(task.train), len(task.heldout))
-    is_said = question_counts.are_questions_here(cfg)  # by the command, before it started this process
+    notes = [*task.warnings, *question_counts.note_cut_questions(cfg, len(task.train), len(task.heldout))]
+    if question_counts.are_questions_here(cfg):  # then the command has printed them, before it started this process
+        notes = []
     directory.refuse_other_device(device.type)
     try:
         policy = build_policy(cfg, device)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(out_of_memory.while_loading(cfg, device, error)) from error
+        raise ConfigError(out_of_memory.message_while_loading(cfg, device, error)) from error
     lacks_first_exam = cfg.eval.questions > 0 and "before" not in directory.evaluations()
     if cfg.lora.start_from and (not saved or lacks_first_exam):  # the first exam uses this adapter
         load_adapter(policy.model, adapter_folder(cfg.lora.start_from))
     policy.chat.day = ranks.from_first(directory.first_day())
     data = select(cfg, policy, task)
-    notes = [] if is_said else [*task.warnings, *cut]
     if saved and saved.step in cfg.extended:
         notes.append(
             f"extended from {saved.step} to {cfg.steps} steps, over which the schedules of noise and learning rate "
@@ -182,8 +185,8 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
             are = f"{what} is" if count == 1 else f"{what}s are"
             notes.append(f"{count:,} {are} longer than {limit}, and left out")
     notes += policy.chat.notes
-    sized = cfg.with_micro_batch(cfg.optim.micro_batch_size or 1)
-    return Session(cfg, sized, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
+    sized_cfg = cfg.with_micro_batch(cfg.optim.micro_batch_size or 1)
+    return Session(cfg, sized_cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
 
 
 def evaluate_subset(session: Session, step: int) -> None:
@@ -191,9 +194,10 @@ def evaluate_subset(session: Session, step: int) -> None:
 
     Otherwise, and with eval.every=0, do nothing.
     """
-    own = session.cfg.eval
-    if own.every and step % own.every == 0:
-        evaluate_heldout(session, f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_")
+    settings = session.cfg.eval
+    if settings.every and step % settings.every == 0:
+        questions, samples = settings.subset_questions, settings.subset_samples
+        evaluate_heldout(session, f"step {step}", step, questions, samples, prefix="eval/subset_")
 
 
 def evaluate_heldout(
@@ -207,11 +211,11 @@ def evaluate_heldout(
     metrics.jsonl is deleted. Raises Interrupted, EngineFailed or Diverged on every rank if any rank raises it.
     """
     directory, ranks = session.directory, session.ranks
-    phases, is_logged = {}, False
+    rows_by_phase, is_logged = {}, False
     if session.tracker:
-        phases, mean = directory.evaluations(), f"{prefix}accuracy"
-        is_logged = any(line["step"] == step and mean in line["metrics"] for line in directory.metrics())
-    if not questions or ranks.from_first(is_logged and phase in phases):
+        rows_by_phase, accuracy = directory.evaluations(), f"{prefix}accuracy"
+        is_logged = any(line["step"] == step and accuracy in line["metrics"] for line in directory.metrics())
+    if not questions or ranks.from_first(is_logged and phase in rows_by_phase):
         return
     questions = min(questions, len(session.data.task.heldout))
     when = f"{phase} training" if phase in ("before", "after") else f"after {phase}"
@@ -219,7 +223,7 @@ def evaluate_heldout(
     own_answers = ranks.run_on_all(ask, Interrupted, EngineFailed, Diverged)
     answers = merge_parts([answers for answers in ranks.gather(own_answers) if answers])
     if session.tracker:
-        directory.write_evaluations(phases | {phase: answers.rows})
+        directory.write_evaluations(rows_by_phase | {phase: answers.rows})
         if not is_logged:
             gain = runs.gain_metrics(directory) if phase == "after" else {}
             session.tracker.log(step, answers.metrics(prefix) | gain)
@@ -240,7 +244,7 @@ def ask_own_share(session: Session, questions: int, samples: int, when: str) -> 
         def advance(completions: int) -> None:  # rank 0's progress bar extrapolates to all ranks
             bar.advance(min(completions * session.ranks.size, completions_of_all - bar.now))
             if bar.now < completions_of_all:
-                session.stop.check()
+                session.stop.raise_if_requested()
 
         try:
             return evaluate(session.engine, session.policy, session.data.task, cfg, share, samples, advance)
@@ -263,7 +267,7 @@ def train(session: Session) -> None:
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
     trainer = LabTrainer(
-        session.sized, policy, session.engine, cursor, session.directory.path, session.stop, session.ranks
+        session.sized_cfg, policy, session.engine, cursor, session.directory.path, session.stop, session.ranks
     )
     if saved:
         trainer.level.state = dict(saved.noise)
@@ -358,8 +362,8 @@ def opening_lines(session: Session) -> str:
         f"{cfg.algorithm.name}, {trained} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {task} with {len(data.questions):,} questions",
         f"{with_noun(cfg.steps, 'step')} of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions "
-        f"of at most {cfg.rollout.max_completion_tokens:,} tokens, {session.sized.optim.micro_batch_size} at a time, "
-        f"seed {cfg.seed}",
+        f"of at most {cfg.rollout.max_completion_tokens:,} tokens, "
+        f"{session.sized_cfg.optim.micro_batch_size} at a time, seed {cfg.seed}",
     ]
     if session.resumed_from:
         lines.append(f"continuing after step {session.resumed_from}")

@@ -58,7 +58,7 @@ class Stop:
         threading.Thread(target=watch_parent, daemon=True).start()
         return stop
 
-    def check(self) -> None:
+    def raise_if_requested(self) -> None:
         """Raise Interrupted if the run was asked to stop."""
         if self.requested:
             raise Interrupted

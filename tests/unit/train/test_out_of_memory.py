@@ -14,7 +14,7 @@ from qerl_lab.model.linear import total_bytes
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train import run
-from qerl_lab.train.out_of_memory import bytes_by_owner, in_training
+from qerl_lab.train.out_of_memory import bytes_by_owner, message_in_training
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.stop import Stop
 
@@ -79,7 +79,7 @@ def test_the_message_names_shares_and_keys(
     cfg = tiny(**changes)
     if free:
         on_gpu(free)
-    said = in_training(cfg, policy, held, Exception(f"{TORCH} GPU 0 has a\nMore"))
+    said = message_in_training(cfg, policy, held, Exception(f"{TORCH} GPU 0 has a\nMore"))
     assert said.startswith(f"{TORCH} In GiB: frozen base ")
     assert [part for part in parts if part not in said] == []
     assert absent not in said
