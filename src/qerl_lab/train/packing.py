@@ -72,8 +72,8 @@ def should_pack(cfg: RunConfig, model: PreTrainedModel) -> bool:
     why = why_not_packable(model)
     if cfg.optim.packing == "on" and why:
         raise ConfigError(
-            f"optim.packing=on is not possible for {cfg.model.path}: {why}; allowed: models whose layers attend to all "
-            "that comes before, without dropout. Type optim.packing=off."
+            f"optim.packing=on is not possible for {cfg.model.path}: {why}; allowed: models in which every "
+            "layer attends to all earlier tokens, without dropout. Type optim.packing=off."
         )
     by_itself = cfg.model.attention == "sdpa" and model.device.type == "cuda" and not why
     return cfg.optim.packing == "on" or (cfg.optim.packing == "auto" and by_itself)
@@ -87,12 +87,12 @@ def why_not_packable(model: PreTrainedModel) -> str:
     else:
         attends_to_all = getattr(config, "sliding_window", None) is None
     if not attends_to_all:
-        return "its attention has windows, or another kind of layer stands in its place"
+        return "some of its layers attend to a sliding window, or are no attention"
     if getattr(config, "attn_logit_softcapping", None):
-        return "its attention has a cap"
+        return "its attention caps the logits (attn_logit_softcapping)"
     if dropout := getattr(config, "attention_dropout", 0):
         return f"its attention has a dropout of {dropout}"
-    return "" if model._can_set_attn_implementation() else "its attention is its own code"
+    return "" if model._can_set_attn_implementation() else "its attention does not use transformers' AttentionInterface"
 
 
 def attend(

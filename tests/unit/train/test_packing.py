@@ -147,7 +147,7 @@ def dropping():
     return model
 
 
-@pytest.mark.parametrize(("make", "said"), [(sliding, "windows"), (dropping, r"a dropout of 0\.1")])
+@pytest.mark.parametrize(("make", "said"), [(sliding, "a sliding window"), (dropping, r"a dropout of 0\.1")])
 def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, said: str, tiny) -> None:
     """The attention itself would refuse in the first step."""
     assert not packing.why_not_packable(tiny_model())
