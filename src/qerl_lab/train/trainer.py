@@ -175,8 +175,8 @@ class LabTrainer(GRPOTrainer):
                 if level.needs_solving(step):
                     with self.clock.phase("probe"):
                         level.solve(step, build_kl_measure(cfg, step, self.cursor, self.policy, engine, self.ranks))
-                    if self.ranks.is_first and (said := level.warning_if_missed(step)):
-                        terminal.say(f"warning, step {step}: {said}")
+                    if self.ranks.is_first and (warning := level.warning_if_missed(step)):
+                        terminal.say(f"warning, step {step}: {warning}")
                 with self.clock.phase("sync"):
                     self.ranks.run_on_all(lambda: engine.sync(level.noise(step)), EngineFailed)
                 batch = collect(cfg, step, self.cursor, self.policy, engine, self.clock, self.ranks)
@@ -240,9 +240,10 @@ class LabTrainer(GRPOTrainer):
         is_noisy = any(not torch.equal(norms[name].to(clean), clean) for name, clean in self.policy.clean_norms.items())
         self.level.kl = 0.0
         if self.ranks.any(is_noisy):  # all ranks or none, because `pool` waits for all
-            own = len(self.ranks.share(count))
-            of_rank = probe(self.policy, norms, rollout, own, temperature) if own else (torch.zeros(0), torch.zeros(0))
-            kl_T, gap_T = (torch.tensor(self.ranks.pool(own_T.tolist()), dtype=torch.float64) for own_T in of_rank)
+            of_rank = torch.zeros(0), torch.zeros(0)
+            if share := len(self.ranks.share(count)):
+                of_rank = probe(self.policy, norms, rollout, share, temperature)
+            kl_T, gap_T = (torch.tensor(self.ranks.pool(values.tolist()), dtype=torch.float64) for values in of_rank)
             self.level.kl = kl_T.mean().item()
             if not self.measured.get("rollout/staleness"):  # an older adapter causes a gap too
                 self.measured["sampler/kernel_gap_mean"] = gap_T.mean().item()
@@ -294,9 +295,9 @@ class LabTrainer(GRPOTrainer):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Override TRL's hook: compute TRL's loss with the run's noise and attention, and correct its entropy bonus.
 
-        TRL averages the entropy of the bonus within each micro-batch. The correction replaces this mean by the
-        micro-batch's share of the mean over all tokens of the update, as in the loss of DAPO. So the result does not
-        depend on the split into micro-batches.
+        TRL subtracts entropy_coef times the mean entropy over the tokens of each micro-batch. The correction puts the
+        micro-batch's share of the mean over all tokens of the update in its place, as in the loss of DAPO. So the
+        result does not depend on the split into micro-batches.
         """
         batch = self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
         in_loss = batch.get("tool_mask", batch["completion_mask"])
@@ -306,13 +307,15 @@ class LabTrainer(GRPOTrainer):
         self.until_backward.enter_context(self._noise_in_trainer())
         self.until_backward.enter_context(self._packed_attention())
         target = self.cfg.algorithm.entropy_target  # an adaptive bonus is 0 above it
-        applied = self.entropy_coef if target is None or self._last_world_entropy <= target else 0.0  # TRL adapts it
+        coef = self.entropy_coef if target is None or self._last_world_entropy <= target else 0.0  # TRL changes it below
         loss = super().compute_loss(model, batch, *args, **kwargs)
-        if not applied:
+        if not coef:
             return loss
-        of_all = self.ranks.size * self.args.steps_per_generation / batch["num_items_in_batch"].clamp(min=1)
-        share = (batch["entropies"] * in_loss).sum() * (1 / in_loss.sum().clamp(min=1) - of_all)
-        return loss + applied * (share / self.current_gradient_accumulation_steps)
+        # Weight of a token's entropy in the mean of TRL, and in the mean over the update.
+        trl_weight = 1 / in_loss.sum().clamp(min=1)
+        weight = self.ranks.size * self.args.steps_per_generation / batch["num_items_in_batch"].clamp(min=1)
+        excess = (batch["entropies"] * in_loss).sum() * (trl_weight - weight)
+        return loss + coef * (excess / self.current_gradient_accumulation_steps)
 
     def run_dummy_pass(self, completions: int, prompt_tokens: int) -> None:
         """Run one forward and backward pass on dummy completions of full length, so that its memory can be measured.
@@ -434,14 +437,14 @@ class LabTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
         """Override the Trainer's hook: write TRL's files and the run's state atomically. Every rank must call it."""
-        own = self.args.output_dir
+        checkpoints = self.args.output_dir
 
         def write_trainer_files(folder: Path) -> None:
             self.args.output_dir = self.ranks.from_first(str(folder))
             try:
                 super(LabTrainer, self)._save_checkpoint(model, trial)
             finally:
-                self.args.output_dir = own
+                self.args.output_dir = checkpoints
             self.ranks.wait()
             for made in [*folder.glob("checkpoint-*")]:  # TRL's subfolder, on the first rank
                 for file in [*made.iterdir()]:
@@ -449,11 +452,11 @@ class LabTrainer(GRPOTrainer):
                 made.rmdir()
 
         if not self.ranks.is_first:
-            write_trainer_files(Path(own))
+            write_trainer_files(Path(checkpoints))
             return
         state = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
         state["micro_batch_size"] = self.cfg.optim.micro_batch_size
-        checkpoint.save(Path(own), state | self.before_save(), write_trainer_files, self.cfg.checkpoint.kept)
+        checkpoint.save(Path(checkpoints), state | self.before_save(), write_trainer_files, self.cfg.checkpoint.kept)
 
 
 class _StepCallback(TrainerCallback):
