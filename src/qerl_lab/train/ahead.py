@@ -17,10 +17,10 @@ Ahead = Future[tuple[Batch, Cursor]]  # the batch of the next step, and a cursor
 
 
 def is_sampled_ahead(cfg: RunConfig, step: int) -> bool:
-    """Tell whether overlap samples `step` while the step before trains, unless `NoiseLevel.needs_solving(step)`.
+    """Tell whether overlap may sample `step` while the step before trains. Callers also ask `NoiseLevel.needs_solving`.
 
-    Not the first step, and not the step after a checkpoint, because a resumed run no longer has the older adapter. Nor
-    the step after an evaluation, which needs the engine.
+    It may not sample the first step. Nor the step after a checkpoint, because a resumed run no longer has the older
+    adapter, nor the step after an evaluation, which needs the engine.
     """
     before = step - 1
     every = [count for count in (cfg.checkpoint.every, cfg.eval.every) if count]
@@ -28,13 +28,13 @@ def is_sampled_ahead(cfg: RunConfig, step: int) -> bool:
 
 
 def sample_ahead(cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine) -> Ahead:
-    """Let a thread sample and grade `step`, on the questions after `cursor`, with what `engine` holds now.
+    """Start a thread that samples and grades `step` on the questions after `cursor`, with the engine's present weights.
 
-    Until the result is done nothing else may use the engine. Its exceptions are those of `collect`. `cursor` stays, so
-    that a checkpoint meanwhile does not skip these questions.
+    Nothing else may use the engine until the returned future is done. The future raises what `collect` raises. `cursor`
+    is not moved, so that a checkpoint meanwhile does not skip these questions.
     """
-    own, thread = Cursor(cursor.data, cursor.position), ThreadPoolExecutor(1, "sample-ahead")
+    moved, thread = Cursor(cursor.data, cursor.position), ThreadPoolExecutor(1, "sample-ahead")
     clock = Clock(lambda: None)  # not the trainer's, which times only how long it waits for the batch
-    ahead = thread.submit(lambda: (collect(cfg, step, own, policy, engine, clock, ALONE), own))
+    ahead = thread.submit(lambda: (collect(cfg, step, moved, policy, engine, clock, ALONE), moved))
     thread.shutdown(wait=False)  # the thread ends after the batch
     return ahead

@@ -122,7 +122,7 @@ def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
 
 
 def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Map each sign of trouble in the sampler that all of the `last` steps show to advice for the user."""
+    """Return a dict from each sign of trouble in the sampler to advice for the user. All `last` steps must show it."""
     found: dict[str, str] = {}
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     gap = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)

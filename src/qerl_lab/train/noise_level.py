@@ -23,8 +23,8 @@ from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.step import sampling_settings
 from qerl_lab.train.training_data import Cursor
 
-LONGEST = 1024  # tokens per text when solving for sigma: longer texts delay every rank and add little information
-PROBING = -1  # attempt number for sampling the texts to solve on; the attempts of a step start at 0
+MAX_TEXT_TOKENS = 1024  # when solving for sigma: longer texts delay every rank and add little information
+SOLVING_ATTEMPT = -1  # number that seeds the texts to solve on; the attempts of a step are numbered from 0
 
 
 class NoiseLevel:
@@ -66,10 +66,11 @@ class NoiseLevel:
         of evenly spread steps of the stage, so that the KL fits the noise actually used.
         """
         stage, target = schedule.stage(step, self.cfg.steps, self.aqn.stages), self.target(step)
-        every = range(1, self.cfg.steps + 1)
-        steps = [one for one in every if schedule.stage(one, self.cfg.steps, self.aqn.stages) == stage]
-        count = min(self.aqn.solver.draws, len(steps))
-        draws = [aqn.Noise(0.0, self.cfg.seed, steps[n * len(steps) // count], self.aqn.relative) for n in range(count)]
+        total, stages = self.cfg.steps, self.aqn.stages
+        of_stage = [number for number in range(1, total + 1) if schedule.stage(number, total, stages) == stage]
+        count = min(self.aqn.solver.draws, len(of_stage))
+        steps = [of_stage[n * len(of_stage) // count] for n in range(count)]
+        draws = [aqn.Noise(0.0, self.cfg.seed, number, self.aqn.relative) for number in steps]
         last_kl = self.state.get("kl", 0.0)
         guess = self.state["sigma"] * math.sqrt(target / last_kl) if last_kl > 0 else self.aqn.sigma_start
         result = solver.solve(
@@ -125,15 +126,15 @@ def build_kl_measure(
     share = ranks.share(cfg.aqn.solver.prompts)
     questions = Cursor(cursor.data, cursor.position).take(share.stop)[share.start :]  # the run's cursor stays
     prompts = [policy.chat.prompt_ids(cursor.data.task.messages(question)) for question in questions]
-    how = sampling_settings(cfg, step, PROBING, ranks.rank)
-    how = replace(how, max_tokens=min(how.max_tokens, LONGEST))
+    sampling = sampling_settings(cfg, step, SOLVING_ATTEMPT, ranks.rank)
+    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, MAX_TEXT_TOKENS))
 
     def sample_own_texts() -> kl.Pairs:
         engine.sync(aqn.CLEAN)
         if not prompts:
             return []
-        out = engine.generate(prompts, 1, how)
-        refuse_incomplete(out, len(prompts), 1, how)
+        out = engine.generate(prompts, 1, sampling)
+        refuse_incomplete(out, len(prompts), 1, sampling)
         return [(prompt, sampled.ids) for prompt, sampled in zip(out.prompt_ids_P, out.completions, strict=True)]
 
     pairs = ranks.run_on_all(sample_own_texts, EngineFailed)

@@ -125,16 +125,17 @@ def collect(
     task = cursor.data.task
     wanted = missing = cfg.rollout.prompts_per_step // ranks.size
     drawn, rollouts = list[Group](), list[Rollout]()
-    further = cfg.algorithm.max_resamples if cfg.algorithm.dynamic_sampling else 0
-    for attempt in range(1 + further):
+    resamples = cfg.algorithm.max_resamples if cfg.algorithm.dynamic_sampling else 0
+    for attempt in range(1 + resamples):
         missing_R = ranks.gather(missing)
         if not any(missing_R):
             break
-        before = sum(missing_R[: ranks.rank])  # questions of the ranks before this one
-        questions_P = cursor.take(sum(missing_R))[before : before + missing]
+        first = sum(missing_R[: ranks.rank])  # the ranks before this one ask as many questions
+        questions_P = cursor.take(sum(missing_R))[first : first + missing]
         prompt_ids_P = [policy.chat.prompt_ids(task.messages(question)) for question in questions_P]
-        how = sampling_settings(cfg, step, attempt, ranks.rank)
-        rollout = ranks.run_on_all(partial(ask_engine, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
+        sampling = sampling_settings(cfg, step, attempt, ranks.rank)
+        ask = partial(ask_engine, engine, prompt_ids_P, cfg.rollout.group_size, sampling)
+        rollout = ranks.run_on_all(ask, EngineFailed)
         if rollout:
             if rollout.has_nan:
                 level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
@@ -148,21 +149,21 @@ def collect(
         kept = ~groups.is_flat(np.array([group.task_reward_G for group in drawn]))
         missing = wanted - int(kept.sum())
     clock.seconds["rollout"] += sum(rollout.seconds for rollout in rollouts)
-    indices = sorted([*np.flatnonzero(kept), *np.flatnonzero(~kept)[:missing]])
+    indices = sorted([*np.flatnonzero(kept), *np.flatnonzero(~kept)[:missing]])  # flat groups fill what is missing
     chosen = [drawn[index] for index in indices]
     reward_P_G = np.array([group.reward_G for group in chosen])
     return Batch(chosen, groups.advantage(reward_P_G, cfg.algorithm.normalize_std), drawn, rollouts)
 
 
-def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout | None:
-    """Sample completions with the settings `how`; return None if there are no prompts.
+def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout | None:
+    """Sample `group_size` completions of each prompt; return None if there are no prompts.
 
     Raises EngineFailed if the engine fails or its result is incomplete.
     """
     if not prompt_ids_P:
         return None
-    rollout = engine.generate(prompt_ids_P, group_size, how)
-    refuse_incomplete(rollout, len(prompt_ids_P), group_size, how)
+    rollout = engine.generate(prompt_ids_P, group_size, sampling)
+    refuse_incomplete(rollout, len(prompt_ids_P), group_size, sampling)
     return rollout
 
 
@@ -206,10 +207,10 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
 
 
 def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Return the metrics of a step's completions and rewards, over all groups drawn on all ranks, on every rank.
+    """Return the metrics of a step's completions and rewards over the groups of all ranks, the same on every rank.
 
-    With dynamic sampling they count what was dropped and what it cost: counts are summed over ranks, resamples and
-    seconds are of the slowest rank.
+    With dynamic sampling, metrics also count the groups that were dropped and the cost of sampling again: counts are
+    summed over ranks, resamples and seconds are the largest of any rank.
     """
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
@@ -219,7 +220,7 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
     part_D_G = {name: np.array([group[name] for group in parts]) for name in parts[0]}
     reward_D_G = np.sum(list(part_D_G.values()), axis=0)
     tokens = sum(count for count, _ in rollouts)
-    found = {
+    metrics = {
         "reward/mean": reward_D_G.mean(),
         "reward/std": reward_D_G.std(ddof=1),
         "reward/zero_variance_groups": groups.is_flat(reward_D_G).mean(),
@@ -230,24 +231,24 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
         "rollout/answer_entropy_nats": np.mean(answer_entropies),
     }
     if unparsed:
-        found["reward/unparsed"] = np.mean(unparsed)
+        metrics["reward/unparsed"] = np.mean(unparsed)
     if entropies := [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]:
-        found["sampler/entropy_nats"] = sum(entropies)
+        metrics["sampler/entropy_nats"] = sum(entropies)
     if not cfg.algorithm.dynamic_sampling:
-        return found
-    further, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
+        return metrics
+    resampled, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
     dropped = [group for group in batch.drawn if id(group) not in trained]
-    of_slowest_rank: dict[str, float] = {
-        "rollout/resamples": len(further),
-        "seconds/resample": sum(rollout.seconds for rollout in further),
+    largest: dict[str, float] = {
+        "rollout/resamples": len(resampled),
+        "seconds/resample": sum(rollout.seconds for rollout in resampled),
     }
     counts = {
         "rollout/prompts_drawn": len(batch.drawn),
-        "rollout/resampled_tokens": sum(rollout.tokens for rollout in further),
+        "rollout/resampled_tokens": sum(rollout.tokens for rollout in resampled),
         "rollout/groups_dropped": len(dropped),
         "rollout/groups_dropped_unsolved": sum(not group.parts["answer"].any() for group in dropped),
         "rollout/groups_flat": int(groups.is_flat(np.array([group.task_reward_G for group in batch.groups])).sum()),
     }
-    of_ranks = ranks.gather(counts | of_slowest_rank)
-    found |= {name: sum(rank[name] for rank in of_ranks) for name in counts}
-    return found | {name: max(rank[name] for rank in of_ranks) for name in of_slowest_rank}
+    of_ranks = ranks.gather(counts | largest)
+    metrics |= {name: sum(rank[name] for rank in of_ranks) for name in counts}
+    return metrics | {name: max(rank[name] for rank in of_ranks) for name in largest}

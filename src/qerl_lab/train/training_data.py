@@ -45,11 +45,13 @@ class TrainingData:
 def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
     """Select the questions of `task` whose prompts fit rollout.max_prompt_tokens.
 
-    Raises ConfigError if no training question is left, or fewer than two held-out questions that the run needs.
+    Raises ConfigError if no training question is left, or if the run evaluates and fewer than two held-out questions
+    are left.
     """
     limit = cfg.rollout.max_prompt_tokens
-    without_evaluation = overrides_without_evaluation(cfg)  # empty if the run has no evaluation
-    asked = task.heldout if without_evaluation else []
+    evaluation_off = overrides_without_evaluation(cfg)
+    evaluates = bool(evaluation_off)  # a run without evaluation has nothing to switch off
+    asked = task.heldout if evaluates else []
     lengths = [len(policy.chat.prompt_ids(task.messages(question))) for question in task.train]
     heldout_lengths = [len(policy.chat.prompt_ids(task.messages(question))) for question in asked]
     fitting = [question for question, length in zip(task.train, lengths, strict=True) if length <= limit]
@@ -63,7 +65,7 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
         raise ConfigError(
             f"rollout.max_prompt_tokens={limit} leaves {len(heldout)} of {len(asked):,} held-out questions, and an "
             f"evaluation needs two. Type rollout.max_prompt_tokens={max(heldout_lengths)}, or "
-            f"{without_evaluation}."
+            f"{evaluation_off}."
         )
     return TrainingData(
         replace(task, heldout=heldout),
