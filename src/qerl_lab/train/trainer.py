@@ -307,8 +307,8 @@ class LabTrainer(GRPOTrainer):
         self.until_backward.enter_context(self._noise_in_trainer())
         self.until_backward.enter_context(self._packed_attention())
         target = self.cfg.algorithm.entropy_target  # an adaptive bonus is 0 above it
-        coef = self.entropy_coef if target is None or self._last_world_entropy <= target else 0.0  # TRL changes it below
-        loss = super().compute_loss(model, batch, *args, **kwargs)
+        coef = self.entropy_coef if target is None or self._last_world_entropy <= target else 0.0
+        loss = super().compute_loss(model, batch, *args, **kwargs)  # may adapt `entropy_coef` for the next one
         if not coef:
             return loss
         # Weight of a token's entropy in the mean of TRL, and in the mean over the update.
