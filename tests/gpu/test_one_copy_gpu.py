@@ -174,7 +174,7 @@ def test_the_base_is_in_memory_once(configure: Callable, backend: str) -> None:
         size = sum(layer.packed_bytes() for layer in packed_layers(learner.base).values())
         engine = rollout.build(cfg, learner)
         used.append(asked_for() - before)
-        owned.append(engine.held()["vLLM's weights"])
+        owned.append(engine.memory_bytes()["vLLM's weights"])
         engine.close()
         del learner, engine
     assert size > 45e6

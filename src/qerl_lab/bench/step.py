@@ -61,7 +61,7 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
             trainer.train()
         if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
             about = {**memory(llm), **settings(llm), **about}
-        held = bytes_by_owner(policy, engine.held())
+        held = bytes_by_owner(policy, engine.memory_bytes())
         about["gib_by_owner"] = {owner: size / GIB for owner, size in held.items()}
         if ranks.is_first:
             yield summarize(job, found, cfg.optim.completions_at_once) | about | clock | memory_at_end()

@@ -148,7 +148,7 @@ class Engine(Protocol):
     def norms(self) -> dict[str, Tensor]:
         """Read back the noisy norm weights that the engine holds, by full layer name."""
 
-    def held(self) -> dict[str, int]:
+    def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of device memory that only the engine uses, by a label for messages; {} if there is none."""
         return {}
 

@@ -62,7 +62,7 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
             raise ConfigError(
                 f"The forward and backward pass of one completion of {tokens:,} tokens does not fit into the "
                 f"{budget / GIB:.2f} GiB that are free for it. "
-                f"{out_of_memory.message_in_training(one, policy, engine.held(), error)}"
+                f"{out_of_memory.message_in_training(one, policy, engine.memory_bytes(), error)}"
             ) from error
         torch.cuda.reset_peak_memory_stats(policy.device)  # `memory/gpu_peak_gib` counts training only
         return size

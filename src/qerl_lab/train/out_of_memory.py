@@ -19,8 +19,8 @@ MUCH_BY_OTHERS = 4 * GIB  # held by other programs; CUDA itself takes about half
 def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
     """Return the bytes of memory on the policy's device by owner, with an entry "free" for free memory.
 
-    `held_by_engine` is the result of `Engine.held`. The owner "others" stands for other programs and CUDA's own memory.
-    On a CPU only base, adapter and engine are counted.
+    `held_by_engine` is the result of `Engine.memory_bytes`. The owner "others" stands for other programs and CUDA's own
+    memory. On a CPU only base, adapter and engine are counted.
     """
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     found = {
@@ -74,7 +74,7 @@ def _torch_reason(error: Exception) -> str:
 def message_in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
     """Return the error message for a run out of memory in training: memory by owner, and config keys that lower it.
 
-    `held_by_engine` is the result of `Engine.held`, `error` torch's out-of-memory error.
+    `held_by_engine` is the result of `Engine.memory_bytes`, `error` torch's out-of-memory error.
     """
     found = bytes_by_owner(policy, held_by_engine)
     shares = _format_gib_by_owner(found)

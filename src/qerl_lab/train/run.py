@@ -124,7 +124,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
                 f"Type python -m qerl_lab {resume_override(cfg.run_dir)} to go on."
             ) from error
         except torch.OutOfMemoryError as error:
-            message = out_of_memory.message_in_training(session.sized_cfg, session.policy, engine.held(), error)
+            message = out_of_memory.message_in_training(session.sized_cfg, session.policy, engine.memory_bytes(), error)
             raise torch.OutOfMemoryError(message) from error
         ranks.leave()
         if session.tracker:

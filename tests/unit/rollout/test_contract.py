@@ -271,7 +271,7 @@ def global_randomness() -> tuple[object, ...]:
 
 def check_memory(built: Built) -> None:
     """Every entry of `held` has a name and a size."""
-    assert all(name and size > 0 for name, size in built.engine.held().items())
+    assert all(name and size > 0 for name, size in built.engine.memory_bytes().items())
 
 
 def check_policy_is_left_as_found(built: Built) -> None:

@@ -204,14 +204,14 @@ def test_the_engine_shares_its_base_and_one_that_is_built_again_too(
     policy: Policy, cfg: Any, engine_module: Any
 ) -> None:
     expected = gradients(policy)
-    alone = engine_module.VllmEngine(policy, cfg).held()["vLLM's weights"]
+    alone = engine_module.VllmEngine(policy, cfg).memory_bytes()["vLLM's weights"]
     assert Llm.seen.pop() == {"cpu"}
     assert not any(layer.engine_layout for layer in packed_layers(policy.base).values())
     cfg.rollout.vllm.share_base = True
     engine = engine_module.VllmEngine(policy, cfg)
     assert all(layer.engine_layout for layer in packed_layers(policy.base).values())
     size = one_copy.shared_bytes(policy)
-    assert alone - engine.held()["vLLM's weights"] == size > 0
+    assert alone - engine.memory_bytes()["vLLM's weights"] == size > 0
     engine.close()
     again = engine_module.VllmEngine(policy, cfg)
     assert Llm.seen == [{"cpu"}, {"cpu"}]  # the last engine's were let go before

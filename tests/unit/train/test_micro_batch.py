@@ -130,7 +130,7 @@ def on_gpu(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], G
     return put
 
 
-ENGINE, DATA = SimpleNamespace(held=dict), SimpleNamespace(longest_prompt=100)
+ENGINE, DATA = SimpleNamespace(memory_bytes=dict), SimpleNamespace(longest_prompt=100)
 LARGE = {"rollout__prompts_per_step": 64, "optim__micro_batch_size": None}  # 256 completions, nine tenths of memory:
 
 

@@ -162,7 +162,7 @@ class VllmEngine(Engine):
         completions_P_G = [read_completions(found[str(p)], names_G) for p, names_G in enumerate(names_P_G)]
         return Rollout(prompt_ids_P, completions_P_G, time.perf_counter() - started)
 
-    def held(self) -> dict[str, int]:
+    def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""
         weights = total_bytes(self.model)  # including the copy for `dense_rows`
         weights -= one_copy.shared_bytes(self.policy)
