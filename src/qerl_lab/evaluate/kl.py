@@ -112,7 +112,7 @@ class CleanTexts:
         for number, (batch, clean) in enumerate(zip(self._batches, self._clean, strict=True)):
             noisy = self._states(noises[number % len(noises)], batch)
             chunks = (logprobs(model, states, self._temperature) for states in (noisy, clean))
-            with self._policy.computing():
+            with self._policy.autocasting():
                 total += sum(per_token(p, q).sum().item() for p, q in zip(*chunks, strict=True))
         return total
 

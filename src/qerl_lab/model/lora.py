@@ -33,8 +33,8 @@ class LoraLinear(Linear):
             return super().forward(x, *args, **kwargs)
         base, lora_A, lora_B = self.base_layer, self.lora_A["default"], self.lora_B["default"]
         dtype = autocast_dtype(x.device)
-        own = base.compute_dtype if isinstance(base, PackedLinear) else base.weight.dtype
-        rows = x.reshape(-1, x.shape[-1]).to(dtype or own)
+        base_dtype = base.compute_dtype if isinstance(base, PackedLinear) else base.weight.dtype
+        rows = x.reshape(-1, x.shape[-1]).to(dtype or base_dtype)
         A, B = lora_A.weight.to(rows.dtype), lora_B.weight.to(rows.dtype)
         y = _LoraProduct.apply(rows, A, B, self.scaling["default"], base)
         y = y.reshape(*x.shape[:-1], base.out_features)

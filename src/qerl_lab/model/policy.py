@@ -74,17 +74,18 @@ class Policy:
         return self.base.device
 
     @property
-    def drops_out(self) -> bool:
+    def uses_dropout(self) -> bool:
         """Tell whether training uses dropout: the adapter does, or a key with "drop" in the base's config is above 0.
 
         A key counts even if the model does not use it.
         """
         settings = self.model.config.to_dict()
-        base = [value for key, value in settings.items() if "drop" in key and isinstance(value, int | float)]
-        own = self.model.peft_config["default"].lora_dropout if isinstance(self.model, PeftModel) else 0.0
-        return max(own, *base, 0.0) > 0
+        rates = [value for key, value in settings.items() if "drop" in key and isinstance(value, int | float)]
+        if isinstance(self.model, PeftModel):
+            rates.append(self.model.peft_config["default"].lora_dropout)
+        return max(rates, default=0.0) > 0
 
-    def computing(self) -> AbstractContextManager[object]:
+    def autocasting(self) -> AbstractContextManager[object]:
         """Return a context manager that autocasts float32 master weights to `dtype`; with an adapter it does nothing.
 
         For forward passes outside of the Trainer, because the Trainer autocasts its own.
@@ -97,14 +98,14 @@ class Policy:
 
         `weights` has a tensor for each name in `norms`; nothing is copied.
         """
-        own = {name: norm.data for name, norm in self.norms.items()}
+        before = {name: norm.data for name, norm in self.norms.items()}
         try:
             for name, norm in self.norms.items():
                 norm.data = weights[name]
             yield
         finally:
             for name, norm in self.norms.items():
-                norm.data = own[name]
+                norm.data = before[name]
 
     @contextmanager
     def as_sampler(self, norms: dict[str, Tensor] | None = None) -> Iterator[None]:
@@ -116,7 +117,7 @@ class Policy:
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self.computing(), nullcontext() if norms is None else self.norms_as(norms):
+            with torch.no_grad(), self.autocasting(), nullcontext() if norms is None else self.norms_as(norms):
                 yield
         finally:
             self.model.train(training)
@@ -299,13 +300,13 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
         _check_packing(cfg, model, packed_as, is_packed=stored is not None)
         loading.fill(model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device)
         # Keep end tokens only: transformers would add the model's sampling defaults (Qwen2.5's repetition penalty).
-        written = folder / "generation_config.json"
-        own = GenerationConfig.from_pretrained(folder) if written.is_file() else model.generation_config
+        has_file = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if has_file else model.generation_config
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         raise loading_error(f"model.path={cfg.model.path}", error) from error
-    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+    model.generation_config = GenerationConfig(eos_token_id=generation.eos_token_id)
     for layer in packed_layers(model).values():
         layer.dense_cache = device.type == "cpu" and cfg.format.dense_cache != "off"
     if pad_id(tokenizer, model.get_input_embeddings().num_embeddings) != tokenizer.pad_token_id:
@@ -362,13 +363,13 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
     Raises ConfigError if the file cannot be read, or its matrices differ in names or shapes from the model's adapter.
     """
     tensors = adapter_tensors(folder)
-    own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
-    held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
+    expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if differ := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
         name = differ[0]
         raise ConfigError(
             f"the adapter in {folder} is of another model or rank: {len(differ)} matrices differ, the first {name}, "
-            f"{held.get(name, 'missing')} there and {own.get(name, 'missing')} in the model. Check model.path."
+            f"{found.get(name, 'missing')} there and {expected.get(name, 'missing')} in the model. Check model.path."
         )
     set_peft_model_state_dict(model, tensors)
 

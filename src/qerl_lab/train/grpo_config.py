@@ -51,7 +51,7 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         # With several updates or dropout TRL computes the rollout's log-probs in an extra forward pass before the first
         # update, and applies the correction. Otherwise the loss's forward pass has the same weights and noise, and
         # `LabTrainer` corrects in it.
-        vllm_importance_sampling_correction=cfg.updates_per_step > 1 or policy.drops_out,
+        vllm_importance_sampling_correction=cfg.updates_per_step > 1 or policy.uses_dropout,
         # A clip of [1, 1] turns the correction off, while TRL still measures the gap between sampler and trainer.
         # TRL requires two different bounds; in float32 these two are equal.
         vllm_importance_sampling_mode="token_truncate" if is_off else correction,

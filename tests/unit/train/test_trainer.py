@@ -77,9 +77,9 @@ def test_a_completion_is_scored_by_one_forward_on_policy(train, changes: dict[st
 
 def test_a_base_with_dropout_of_its_own_keeps_the_forward_without(train, tiny, build_policy) -> None:
     policy = build_policy(tiny())
-    assert not policy.drops_out
+    assert not policy.uses_dropout
     policy.model.config.attention_dropout = 0.1
-    assert policy.drops_out
+    assert policy.uses_dropout
     assert train(policy).scored == 2 * 8
 
 
