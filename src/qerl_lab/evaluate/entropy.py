@@ -86,7 +86,7 @@ def run(options: EntropyOptions) -> None:
     """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
-    loading.refuse_packed(folder, f"model={options.model}", f"which the others are compared with. {remedy}")
+    loading.require_dense(folder, f"model={options.model}", f"which the others are compared with. {remedy}")
     out = results_folder(options)
     if options.out and (out / ABOUT).is_file() and not options.overwrite:
         raise ConfigError(f"out={options.out} holds results. Type another out, or overwrite=true to replace them.")

@@ -17,7 +17,7 @@ from qerl_lab.evaluate.evaluate_options import EntropyOptions, SigmaOptions
 from qerl_lab.evaluate.format_effects import with_noise
 from qerl_lab.formats import FORMATS
 from qerl_lab.model import policy
-from qerl_lab.model.loading import refuse_packed
+from qerl_lab.model.loading import require_dense
 from qerl_lab.model.weight_files import local_folder
 
 QUESTIONS, DRAWS = 64, 8
@@ -29,7 +29,7 @@ def run(options: SigmaOptions) -> None:
     Raises ConfigError if the model cannot be loaded, is packed, or has no norm that can get noise.
     """
     folder = local_folder(options.model, None, key="model")
-    refuse_packed(folder, f"model={options.model}", "against which the KL is measured. Type its path.")
+    require_dense(folder, f"model={options.model}", "against which the KL is measured. Type its path.")
     device = policy.device_of("auto")
     texts_options = EntropyOptions(model=options.model, questions=QUESTIONS, max_completion_tokens=64)
     texts = sample_texts(texts_options, device)

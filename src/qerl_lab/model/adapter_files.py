@@ -20,9 +20,10 @@ def check(cfg: RunConfig) -> None:
     Also if its weights differ from lora.start_hash, which was noted when the run was composed.
     """
     assert cfg.lora.start_from is not None
-    folder, setting = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
+    lora, setting = cfg.lora, f"lora.start_from={cfg.lora.start_from}"
+    folder = adapter_folder(cfg.lora.start_from)
     try:
-        settings, own = parse_json((folder / SETTINGS).read_text(encoding="utf-8")), cfg.lora
+        settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
     if settings.get("peft_type") != "LORA" or not isinstance(settings.get("target_modules"), list):
@@ -36,15 +37,15 @@ def check(cfg: RunConfig) -> None:
                 "save_pretrained(DIR, path_initial_model_for_weight_conversion=ADAPTER_BEFORE_TRAINING)."
             )
     targets = spell_list(sorted(settings["target_modules"]))
-    for what, held, mine, word in (
-        ("rank", settings["r"], own.rank, f"lora.rank={settings['r']}"),
-        ("alpha", settings["lora_alpha"], own.alpha or own.rank, f"lora.alpha={float(settings['lora_alpha'])}"),
-        ("adapters on", targets, spell_list(sorted(own.target_modules)), f"lora.target_modules={targets}"),
+    for what, given, of_run, override in (
+        ("rank", settings["r"], lora.rank, f"lora.rank={settings['r']}"),
+        ("alpha", settings["lora_alpha"], lora.alpha or lora.rank, f"lora.alpha={float(settings['lora_alpha'])}"),
+        ("adapters on", targets, spell_list(sorted(lora.target_modules)), f"lora.target_modules={targets}"),
     ):
-        if held != mine:
-            raise ConfigError(f"{setting} has {what} {held}, and this run has {mine}. Type {word}.")
-    if own.start_hash not in (None, found := file_hash(folder / WEIGHTS)):
+        if given != of_run:
+            raise ConfigError(f"{setting} has {what} {given}, and this run has {of_run}. Type {override}.")
+    if lora.start_hash not in (None, found := file_hash(folder / WEIGHTS)):
         raise ConfigError(
-            f"{setting} was another adapter when the run was composed (lora.start_hash={own.start_hash}, now {found}). "
-            "Put it back as it was, or start a new run."
+            f"{setting} was another adapter when the run was composed (lora.start_hash={lora.start_hash}, now "
+            f"{found}). Put it back as it was, or start a new run."
         )

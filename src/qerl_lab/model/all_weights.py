@@ -30,8 +30,8 @@ def make_trainable(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the weights of `model` by checkpoint name, as detached tensors that share its memory; tied ones once."""
-    again = tied(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
+    copies = tied(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in copies}
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:

@@ -11,8 +11,9 @@ from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 
 # How a tokenizer was loaded. transformers (5.17) saves this as if it were a property of the tokenizer.
-OF_LOADING = ("is_local", "local_files_only")
-OF_ROLE = {
+LOADING_OPTIONS = ("is_local", "local_files_only")
+# What a template leaves out if it leaves out the message of a role, and what the user can type then.
+LEFT_OUT = {
     "system": ("the instruction", "Type task.instruction='', or another model"),
     "user": ("the question", "Type another model"),
 }
@@ -53,7 +54,7 @@ class Chat:
             ) from error
         for message in messages:
             if message["content"].strip() not in text:
-                what, remedy = OF_ROLE[message["role"]]
+                what, remedy = LEFT_OUT[message["role"]]
                 raise ConfigError(
                     f"{said} leaves out {what}, so that the model would never read it. {remedy}, or put a "
                     "chat_template.jinja into its directory that writes every message."
@@ -77,7 +78,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
     Otherwise model.hash would differ between two copies of one model.
     """
-    for name in OF_LOADING:
+    for name in LOADING_OPTIONS:
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)
 

@@ -1,4 +1,4 @@
-"""Collect a policy's weights by checkpoint name: its base, dequantized, or merged with the adapter; write them."""
+"""Collect a policy's weights by checkpoint name (packed, dequantized, or merged with its adapter); write a model."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
         return {name: tensor.to("cpu", policy.dtype) for name, tensor in all_weights.weights(policy.base).items()}
     base = policy.base
     norms = {f"{name}.weight": norm.detach().to(policy.dtype) for name, norm in policy.norms.items()}
-    tensors, again = base.state_dict() | norms, tied(base)
+    tensors, copies = base.state_dict() | norms, tied(base)
     for name, module in base.named_modules():
         if isinstance(module, PackedLinear) and module.engine_layout is not None:  # tensors in an engine's layout
             for key in module.held():
@@ -36,7 +36,7 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in tensors.items()
-        if ".lora_" not in name and name not in again
+        if ".lora_" not in name and name not in copies
     }
 
 

@@ -189,10 +189,10 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     model = load_by_transformers(
         file.parent, getattr(torch, DTYPE), gguf_file=file.name, quantization_config=dequantizes
     )
-    own, with_copies = model.num_parameters(), sum(tensor.numel() for tensor in model.state_dict().values())
-    if file_header.parameters not in (own, with_copies):  # a tied output layer may be in the file too
+    weights, with_copies = model.num_parameters(), sum(tensor.numel() for tensor in model.state_dict().values())
+    if file_header.parameters not in (weights, with_copies):  # a tied output layer may be in the file too
         raise ValueError(
-            f"it has {file_header.parameters:,} weights, and {type(model).__name__} {own:,}: some would be left out"
+            f"it has {file_header.parameters:,} weights, and {type(model).__name__} {weights:,}: some would be left out"
         )
     # AutoTokenizer alone would read the header once more, to find this class: 14 s for a vocabulary of 150,000.
     kind = TOKENIZER_MAPPING.get(type(model.config), object)

@@ -16,7 +16,7 @@ def part_bytes(device: torch.device, jobs: int) -> int:
 
 
 def limit_to_part(device: torch.device, jobs: int) -> None:
-    """Let torch take at most its part of `device` (`part_bytes`) if it is a GPU that `jobs` jobs share.
+    """If `jobs` jobs share the GPU `device`, limit torch to one job's part of it (`part_bytes`).
 
     Without a limit torch keeps the memory that it freed, until the other jobs find none. At the limit it reuses that
     memory first, and raises OutOfMemoryError only for a job that needs more than its part.
@@ -36,9 +36,10 @@ def is_shared(device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device, jobs: int) -> int:
-    """Return the free memory of `device` in bytes, of a GPU that `jobs` jobs share at most what is left of one's part.
+    """Return the memory of `device` in bytes that is free for this job.
 
-    On a GPU torch first gives its unused cached memory back.
+    If `jobs` jobs share the GPU, it is at most what is left of one job's part (`part_bytes`). On a GPU torch first
+    gives its unused cached memory back.
     """
     if device.type != "cuda":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -53,12 +53,12 @@ def stored_as(folder: Path) -> PackedAs | None:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     _, noted = on_disk.noted_rounding(folder)
-    own = packed_as.weight_format
-    unknown = {name: noted[name] for name, value in asdict(own).items() if value is None and name in noted}
-    return packed_as._replace(weight_format=replace(own, **unknown))
+    weight_format = packed_as.weight_format
+    unknown = {name: noted[name] for name, value in asdict(weight_format).items() if value is None and name in noted}
+    return packed_as._replace(weight_format=replace(weight_format, **unknown))
 
 
-def refuse_packed(folder: Path, setting: str, why: str) -> None:
+def require_dense(folder: Path, setting: str, why: str) -> None:
     """Raise ConfigError unless `folder` holds a dense model with a tokenizer and a chat template.
 
     `setting` (`key=value`) is how the user named the model; `why` ends the message about a packed model.
@@ -114,8 +114,8 @@ def fill(
     that is missing, superfluous, of wrong shape or dtype, or has NaN or Inf, and for parts of a fused layer that differ
     in their shared tensor scale.
     """
-    weight_format, linears, again = packed_as.weight_format, packable(model, packed_as.ignore), tied(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
+    weight_format, linears, copies = packed_as.weight_format, packable(model, packed_as.ignore), tied(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in copies}
     dense = sorted(shapes.keys() - {f"{name}.weight" for name in linears})
     expected = {name: shapes[name] for name in dense} if is_packed else shapes
     _check_names(model, source, expected, weight_format, linears if is_packed else ())

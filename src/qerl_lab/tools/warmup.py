@@ -111,7 +111,7 @@ def warm_up(options: WarmupOptions) -> None:
 
         from qerl_lab.model import policy, weight_files
         from qerl_lab.model.chat import save_tokenizer
-        from qerl_lab.model.loading import check_dense_values, load_by_transformers, refuse_packed
+        from qerl_lab.model.loading import check_dense_values, load_by_transformers, require_dense
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
     try:
@@ -128,7 +128,7 @@ def warm_up(options: WarmupOptions) -> None:
         "began_from": origin | weight_files.lab_records(folder),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }  # fmt: skip
-    refuse_packed(folder, f"model={options.model}", "because all its weights are trained. Type its path.")
+    require_dense(folder, f"model={options.model}", "because all its weights are trained. Type its path.")
     model = load_by_transformers(folder, getattr(torch, options.dtype))
     for name, parameter in model.named_parameters():
         check_dense_values(parameter, name=f"{folder}: {name}")
