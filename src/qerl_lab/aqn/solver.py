@@ -4,7 +4,7 @@ KL(noisy || clean) grows as sigma^2 while sigma is small (half of sigma^2 times 
 Beyond that it grows faster or slower. So log KL over log sigma is nearly a line of slope 2, and `solve` searches a zero
 of log(KL / target).
 
-The controller is Plappert et al.'s (arXiv 1706.01905, Sec. 3 and App. C) as implemented in PSN-RLVR's
+`adapt_sigma` is the controller of Plappert et al. (arXiv 1706.01905, Sec. 3 and App. C) as implemented in PSN-RLVR's
 released code (arXiv 2602.02555, variant I, github.com/baibizhe/psn_rlvr). Departures from both:
 
 1. The distance is the KL over the whole vocabulary on aqn.probe_prompts completions of the step. Plappert measures a
@@ -77,15 +77,15 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
 
 
 def _next_log_sigma(tried: list[Attempt], near: float) -> float | None:
-    """Return the next log sigma to try. `near` is log(1 + solver.tolerance).
+    """Return the next log sigma to try; None to end the search. `near` is log(1 + solver.tolerance).
 
-    With attempts on both sides of the target it is the zero of the secant between the two nearest, or their middle.
-    None if these two attempts are closer than near / 10 in log sigma, because between them the KL jumps over the
-    target.
+    While all attempts are on one side of the target, follow a line through the last attempt to the target. Its slope is
+    `SLOPE`, or the slope between the last two attempts if that is smaller. Too small a slope overshoots the target,
+    which helps: then attempts lie on both sides of it.
 
-    Otherwise it is where a line through the last attempt reaches the target. The line's slope is `SLOPE`, or that of
-    the last two attempts if it is smaller. Too small a slope overshoots the target, which helps: then attempts lie on
-    both sides of it.
+    With attempts on both sides, take the zero of the secant between the two nearest. Take their middle if one of their
+    KLs is 0 or infinite, or if the last two attempts were on the same side. End the search if the two are closer than
+    near / 10 in log sigma: the KL jumps over the target between them.
     """
     too_high = [attempt for attempt in tried if attempt.gap > 0]
     above = min(too_high, key=lambda attempt: attempt.log_sigma, default=None)
