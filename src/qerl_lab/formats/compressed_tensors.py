@@ -11,23 +11,26 @@ from typing import Any, ClassVar
 
 import torch
 
-from qerl_lab.formats.format import Format, Layout, PackedAs, layers, unsupported_entry
+from qerl_lab.formats.format import Format, Layout, PackedAs, layer_names, unsupported_entry
 
 # The output layer of a causal LM. It has no parent module, and other tools look for the plain name.
 _HEAD = "lm_head"
-_NO_GLOBAL = ("kv_cache_scheme", "sparsity_config", "transform_config")  # sections that must be empty
+_EMPTY_SECTIONS = ("kv_cache_scheme", "sparsity_config", "transform_config")
 _ANY_PARENT = r"re:(.*\.)?"
 
 
 @dataclass(frozen=True)
 class CompressedTensors(Format):
-    """A format with E2M1 values and blocks within rows (FP8 overrides both). Checkpoints record no rounding rule."""
+    """A format in 4-bit E2M1 values, with blocks within rows. FP8, in 8 bits with a scale per row, overrides that.
+
+    Checkpoints record no rounding rule.
+    """
 
     QUANT_METHOD = "compressed-tensors"
     BY_ROWS = True
     BITS: ClassVar[int] = 4
     LAYOUT: ClassVar[str]  # config.json's name of the checkpoint layout
-    STRATEGY: ClassVar[str]  # `group`: a scale per block; `tensor_group`: one per tensor, too; `channel`: one per row
+    STRATEGY: ClassVar[str]  # scales: `group` per block; `tensor_group` per block and per tensor; `channel` per row
     SCALE_DTYPE: ClassVar[torch.dtype]
 
     @property
@@ -77,7 +80,7 @@ class CompressedTensors(Format):
         weights = group.get("weights") or {}
         entries = [
             ("quantization_status", config.get("quantization_status"), ("compressed",)),
-            *((key, config.get(key) or None, (None,)) for key in _NO_GLOBAL),
+            *((key, config.get(key) or None, (None,)) for key in _EMPTY_SECTIONS),
             ("targets", group["targets"], (["Linear"],)),  # with exceptions in ignore
             *((key, group.get(key) or None, (None,)) for key in ("input_activations", "output_activations")),
             *((f"weights.{key}", weights.get(key), (value,)) for key, value in cls._weights_section().items()),
@@ -89,7 +92,8 @@ class CompressedTensors(Format):
             if given not in allowed:
                 raise unsupported_entry(key, given, f"{' or '.join(map(str, allowed))} in {cls.NAME}")
         unknown_rule = cls(*(None for _ in fields(cls)))
-        return PackedAs(unknown_rule, tuple(map(_ignore_entry, layers("ignore", config.get("ignore")))))
+        ignore = layer_names("ignore", config.get("ignore"))
+        return PackedAs(unknown_rule, tuple(map(_ignore_entry, ignore)))
 
     @classmethod
     def _weights_section(cls) -> dict[str, Any]:

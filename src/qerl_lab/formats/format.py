@@ -210,7 +210,7 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
     return joined
 
 
-def layers(key: str, listed: Any) -> tuple[str, ...]:
+def layer_names(key: str, listed: Any) -> tuple[str, ...]:
     """Return `listed`, the layers that a `quantization_config` does not quantize, as a tuple; empty for None.
 
     `key` is the name of the entry that lists them. Raises ValueError, naming `key`, unless `listed` is None or a list

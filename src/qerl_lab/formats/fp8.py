@@ -4,10 +4,10 @@
 
 - scale = bfloat16(max|row| / 448), computed in float32 whatever the dtype of the weight; 2**-7 where that is zero;
 - value = E4M3(weight / scale), rounded once, to nearest and ties to even; it saturates at 448.
-For a bfloat16 weight the scales equal those of compressed-tensors 0.17 (preset FP8_DYNAMIC: `calculate_qparams`, round
-to nearest, min-max observer); for other dtypes they are those rounded to bfloat16. The values equal its `quantize` of
-the weight in float32. Given a bfloat16 weight, compressed-tensors rounds weight / scale twice, first to bfloat16, and
-so takes the farther of two neighbours for about 3% of the values.
+For a bfloat16 weight the scales equal the scales of compressed-tensors 0.17 (preset FP8_DYNAMIC: `calculate_qparams`,
+round to nearest, min-max observer). For other dtypes they equal its scales after rounding to bfloat16. The values equal
+its `quantize` of the weight in float32. Given a bfloat16 weight, compressed-tensors rounds weight / scale twice, first
+to bfloat16, and so takes the farther of two neighbours for about 3% of the values.
 
 The scale is bfloat16, because vLLM's Marlin rounds it to the compute dtype: with a float32 scale engine and trainer
 would compute with different weights. value * scale is exact in float32; bfloat16 rounds it once.
@@ -78,7 +78,9 @@ class Fp8(CompressedTensors):
             raise ValueError(f"{name}.weight has NaN; allowed: -{E4M3_MAX:g} to {E4M3_MAX:g}")
         scale = accepted["weight_scale"]
         if not ((scale > 0) & scale.isfinite()).all():
-            raise ValueError(f"{name}.weight_scale has other than positive finite numbers; allowed: these")
+            raise ValueError(
+                f"{name}.weight_scale has zero, negative or infinite numbers, or NaN; allowed: positive finite numbers"
+            )
         return accepted
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:

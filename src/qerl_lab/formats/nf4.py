@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, checked, layers, unsupported_entry
+from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, checked, layer_names, unsupported_entry
 
 _NESTED_BLOCK = 256
 _HEADER = "weight.quant_state.bitsandbytes__nf4"
@@ -77,8 +77,8 @@ class Nf4(Format):
         # rows, i.e. where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11).
         state.shape = torch.Size((codes.numel() * 2 // self.BLOCK, self.BLOCK))
         states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16)}
-        for dtype, own in states.items():
-            own.dtype = dtype
+        for dtype, state_of_dtype in states.items():
+            state_of_dtype.dtype = dtype
         return Decoder(lambda dtype: dequantize_4bit(codes, states[dtype]).reshape(shape))
 
     def layout(self, shape: tuple[int, int]) -> Layout:
@@ -140,7 +140,7 @@ class Nf4(Format):
         if (storage := config.get("bnb_4bit_quant_storage", "uint8")) not in ("uint8", None):
             raise unsupported_entry("bnb_4bit_quant_storage", storage, "uint8")
         skipped = config.get("llm_int8_skip_modules")  # null: transformers leaves lm_head dense
-        ignore = ("lm_head",) if skipped is None else layers("llm_int8_skip_modules", skipped)
+        ignore = ("lm_head",) if skipped is None else layer_names("llm_int8_skip_modules", skipped)
         return PackedAs(cls(double_quant=bool(config.get("bnb_4bit_use_double_quant", False))), ignore)
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl_lab.formats.format import Format, PackedAs, checked, layers
+from qerl_lab.formats.format import Format, PackedAs, checked, layer_names
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Int4(Format):
 
     @classmethod
     def recognize(cls, config):
-        return PackedAs(cls(), layers("ignore", config.get("ignore")))
+        return PackedAs(cls(), layer_names("ignore", config.get("ignore")))
 '''
 
 
