@@ -11,8 +11,8 @@ from qerl_lab.rollout.engine import EngineFailed
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
 PAUSE_SECONDS, CONNECT_SECONDS, ANSWER_SECONDS = 0.5, 10.0, 120.0
-LINE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
-AWAY = (502, 503, 504)  # answers of a proxy or of a server that shuts down
+ADVICE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
+AWAY_STATUSES = (502, 503, 504)  # HTTP statuses of a proxy, or of a server that shuts down
 
 
 class Refused(EngineFailed):
@@ -57,7 +57,7 @@ class Server:
             timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
             try:
                 response = self._client.request(method, path, json=body, timeout=timeout)
-                if response.status_code not in AWAY:
+                if response.status_code not in AWAY_STATUSES:
                     break
                 why = f"HTTP {response.status_code}"
             except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
@@ -68,12 +68,12 @@ class Server:
             if time.monotonic() - lost >= self.patience:
                 raise EngineFailed(
                     f"{self.name} is away ({why}): tried for {self.patience:g} s "
-                    f"(rollout.vllm_server.patience_seconds). {LINE} If the server is elsewhere, type "
+                    f"(rollout.vllm_server.patience_seconds). {ADVICE} If the server is elsewhere, type "
                     "rollout.vllm_server.url=URL."
                 )
             time.sleep(min(PAUSE_SECONDS, self.patience))
         kind = response.headers.get("content-type", "")
-        if not response.is_success or "html" in kind:  # a proxy sends a page, or to one, for the user to log in
+        if not response.is_success or "html" in kind:  # a proxy may send a page to log in on
             said = redact(" ".join(response.text.split()))[:500]
             refused = f"{self.name} refuses {path} (HTTP {response.status_code}: {said})"
             if response.status_code in (401, 403):

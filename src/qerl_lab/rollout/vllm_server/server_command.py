@@ -54,8 +54,8 @@ def quantize_line(cfg: RunConfig, out: str) -> str:
 
 def changed_format_options(cfg: RunConfig) -> dict[str, str]:
     """Return the format options of a run that differ from the defaults, by name, as values for a command line."""
-    own, usual = asdict(cfg.format), asdict(FormatConfig())
-    return {key: str(own[key]).lower() for key in asdict(formats.build(cfg.format)) if own[key] != usual[key]}
+    given, usual = asdict(cfg.format), asdict(FormatConfig())
+    return {key: str(given[key]).lower() for key in asdict(formats.build(cfg.format)) if given[key] != usual[key]}
 
 
 def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -73,12 +73,12 @@ def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def flags(cfg: RunConfig) -> list[str]:
     """Return the command-line flags of `vllm serve` for a run, without the model."""
-    own, cache_gib = cfg.rollout.vllm_server, cfg.rollout.vllm.kv_cache_gib
-    url = urlsplit(own.url)
+    server_cfg, cache_gib = cfg.rollout.vllm_server, cfg.rollout.vllm.kv_cache_gib
+    url = urlsplit(server_cfg.url)
     words: dict[str, Any] = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80)}
     words |= settings(cfg, compute_dtype(cfg, device_of(cfg.device)))
-    if own.tensor_parallel > 1:
-        words["tensor_parallel_size"] = own.tensor_parallel
+    if server_cfg.tensor_parallel > 1:
+        words["tensor_parallel_size"] = server_cfg.tensor_parallel
     if cache_gib is not None:
         words["kv_cache_memory_bytes"] = int(cache_gib * GIB)
         words["gpu_memory_utilization"] = 0.01  # no effect with the line above, but checked against free memory

@@ -32,7 +32,7 @@ from qerl_lab.rollout.vllm.transfer import (
     write_settings,
     write_weights,
 )
-from qerl_lab.rollout.vllm_server.client import LINE, Refused, Server, Unanswered
+from qerl_lab.rollout.vllm_server.client import ADVICE, Refused, Server, Unanswered
 from qerl_lab.rollout.vllm_server.server_command import settings
 
 AT_LEAST = ("max_model_len", "max_lora_rank")  # a server may have more of these
@@ -54,29 +54,30 @@ class VllmServerEngine(Engine):
     """
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
-        self.policy, self.cfg, own = policy, cfg, cfg.rollout.vllm_server
+        self.policy, self.cfg, server_cfg = policy, cfg, cfg.rollout.vllm_server
         self._open, self._requests = ExitStack(), list[Future[list[Completion]]]()  # of the last `generate`
         self._aborted = False
-        self._server = Server(own.url, own.patience_seconds, cfg.rollout.batch_size)
+        self._server = Server(server_cfg.url, server_cfg.patience_seconds, cfg.rollout.batch_size)
         self._open.callback(self._server.close)
         self._name = f"policy-{secrets.token_hex(4)}"  # name of the adapter on the server, unique to this engine
         try:
-            if own.adapter_dir is None:
+            if server_cfg.adapter_dir is None:
                 self._folder = self._open.enter_context(scratch_folder(adapter_bytes(policy.model)))
             else:
-                Path(own.adapter_dir).mkdir(parents=True, exist_ok=True)
-                made = tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(own.adapter_dir).absolute())
-                self._folder = Path(self._open.enter_context(made))
+                Path(server_cfg.adapter_dir).mkdir(parents=True, exist_ok=True)
+                temporary = tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(server_cfg.adapter_dir).absolute())
+                self._folder = Path(self._open.enter_context(temporary))
             write_settings(policy.model, self._folder)
             # A server that differs would train the policy on another model's completions, unnoticed.
             self._check_settings()
             self._take_over()
             self.sync(CLEAN)
-            check_norms(self.norms(), policy.clean_norms, self._server.name, LINE)
+            check_norms(self.norms(), policy.clean_norms, self._server.name, ADVICE)
             self._check_logprobs()
         except EngineFailed as error:
             self.close()
-            advice = f". {LINE}" if isinstance(error, Refused | Unanswered) else ""  # of a server started otherwise
+            # Then the server may have been started with other settings.
+            advice = f". {ADVICE}" if isinstance(error, Refused | Unanswered) else ""
             raise ConfigError(f"{error}{advice}") from error
         except BaseException:
             self.close()
@@ -92,7 +93,7 @@ class VllmServerEngine(Engine):
             if key in AT_LEAST:
                 fits, allowed = value >= wanted[key], f"at least {allowed}"
             if not fits:
-                raise ConfigError(f"{self._server.name} has {key}={value}; allowed for this run: {allowed}. {LINE}")
+                raise ConfigError(f"{self._server.name} has {key}={value}; allowed for this run: {allowed}. {ADVICE}")
 
     def _check_logprobs(self) -> None:
         """Raise ConfigError if the server's weights differ from the policy's, judged by one sampled text.
@@ -102,16 +103,16 @@ class VllmServerEngine(Engine):
         policy, model, rollout = self.policy, self.cfg.model, self.cfg.rollout
         prompt = policy.tokenizer(PROBE)["input_ids"][: rollout.max_prompt_tokens]
         out = self.generate([prompt], 1, Sampling(min(PROBE_TOKENS, rollout.max_completion_tokens), seed=0))
-        ids, told, *_ = out.completions[0]
+        ids, server_logprobs, *_ = out.completions[0]
         with policy.as_sampler():
             logits = policy.model(input_ids=torch.tensor([prompt + ids], device=policy.device)).logits[0]
-        own = logits[len(prompt) - 1 : -1].float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu()
-        gap = (own - torch.tensor(told)).abs().mean().item()
+        own_logprobs = logits[len(prompt) - 1 : -1].float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu()
+        gap = (own_logprobs - torch.tensor(server_logprobs)).abs().mean().item()
         near = NEAR[policy.model.dtype]
         if not gap < near:  # NaN too
             raise ConfigError(
                 f"{self._server.name} is {gap:.3g} nats a token away from the policy on a fixed prompt; allowed: "
-                f"{near:g}. It serves other weights than model.path={model.path} in {self.cfg.format.name}. {LINE}"
+                f"{near:g}. It serves other weights than model.path={model.path} in {self.cfg.format.name}. {ADVICE}"
             )
 
     def _take_over(self) -> None:
@@ -129,11 +130,11 @@ class VllmServerEngine(Engine):
         try:
             self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
         except Refused as error:
-            if "already been loaded" not in str(error):  # by an earlier try whose answer was lost
+            if "already been loaded" not in str(error):  # by an earlier try; its answer was lost
                 raise ConfigError(
                     f"{self._server.name} cannot load the adapter from {self._folder} ({error}). It reads the files "
                     "itself. Type rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one "
-                    f"path, if it does not see them. {LINE}"
+                    f"path, if it does not see them. {ADVICE}"
                 ) from error
 
     def _adapter_names(self, deadline: float | None = None) -> list[str]:
@@ -268,7 +269,7 @@ def format_of(name: str | None, config: dict[str, Any] | None) -> str:
     try:
         if config is None:
             return name or DENSE_FORMAT
-        own = formats.recognize(config).weight_format
-        return f"{own.NAME} with FP8 activations" if own == W8A8 else own.NAME
+        weight_format = formats.recognize(config).weight_format
+        return f"{weight_format.NAME} with FP8 activations" if weight_format == W8A8 else weight_format.NAME
     except ValueError as error:
         return f"{name} ({error})"
