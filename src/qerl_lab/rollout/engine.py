@@ -20,8 +20,8 @@ class Sampling:
     """Sampling settings. Draws depend only on `seed`, prompts and policy, so a resumed run repeats them.
 
     Several engines may split one list of prompts under one seed; `first` is then the index of this engine's first
-    prompt in that list. Temperature 0 is greedy and needs a group size of 1. Log-probs and entropy are then those at
-    temperature 1.
+    prompt in that list. Temperature 0 is greedy and needs a group size of 1. Log-probs and entropy are then
+    taken at temperature 1.
     """
 
     max_tokens: int
@@ -67,7 +67,7 @@ class Rollout:
 
     @property
     def completions(self) -> list[Completion]:
-        """Return all completions, those of a prompt consecutively."""
+        """Return all completions, prompt by prompt."""
         return [completion for group in self.completions_P_G for completion in group]
 
     @property
@@ -102,8 +102,8 @@ def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling:
             f"{prompts}"
         )
     for ids, logprobs, *_ in rollout.completions:
-        untold = sampling.top_p < 1 and not logprobs
-        if not ids or (len(ids) != len(logprobs) and not untold):
+        may_lack_logprobs = sampling.top_p < 1 and not logprobs
+        if not ids or (len(ids) != len(logprobs) and not may_lack_logprobs):
             raise EngineFailed(f"the engine gave {len(logprobs)} log-probs for a completion of {len(ids)} tokens")
 
 
