@@ -25,7 +25,7 @@ from qerl_lab.bench.bench_options import ARCHITECTURES, AnyOptions, Row
 from qerl_lab.bench.job import Job, read_jobs
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model import policy
-from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_leftovers
+from qerl_lab.rollout.vllm.base import IN_MEMORY, RUN_FOLDERS, named_folder, remove_leftovers
 from qerl_lab.system import terminal
 from qerl_lab.system.processes import rank_variables
 from qerl_lab.train import ranks
@@ -53,7 +53,7 @@ def prepare(options: AnyOptions) -> None:
                     f"the arm {job.arm!r}: {error}. Type for example format.ignore=[lm_head,down_proj]."
                 ) from error
     remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next call: of killed arms and runs
-    remove_leftovers(IN_MEMORY, OF_RUNS)
+    remove_leftovers(IN_MEMORY, RUN_FOLDERS)
     needed, largest = max((random_model.size_of(architecture, job.packing), job.format) for job in checkpoints)
     free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # 2% for adapter and tokenizer
     if free < asked:
@@ -114,7 +114,7 @@ def measure(job: Job, folder: Path) -> Iterator[Row]:
         for process in processes:
             process.kill()
             process.wait()
-        remove_leftovers(IN_MEMORY, OF_RUNS)
+        remove_leftovers(IN_MEMORY, RUN_FOLDERS)
     found = read_rows(rows)
     yield from (row for row in found if "died" not in row)
     if dead := [row for row in found if "died" in row]:

@@ -39,16 +39,16 @@ class DenseAdapter:
         routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
-    def begin(self, theirs: nn.Module) -> None:
-        """Find the adapter's buffers in vLLM's model `theirs`, and let its layers read the policy's packed weights.
+    def attach(self, vllm_model: nn.Module) -> None:
+        """Find the adapter's buffers in `vllm_model`, and let its layers read the policy's packed weights.
 
         With FP8 activations vLLM's layers read only their own weights, because a product that unpacks the policy's
         weights would take activations in 16 bits.
         """
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.lora_modules(self.model)
         if self.cfg.format.activations != "fp8":
-            one_adapter.use_packed_layers(theirs, layers)
-        self.buffers = AdapterBuffers(theirs, adapter)
+            one_adapter.use_packed_layers(vllm_model, layers)
+        self.buffers = AdapterBuffers(vllm_model, adapter)
 
     def sync(self, llm: LLM) -> None:
         """Copy the policy's adapter into vLLM's layers."""

@@ -9,8 +9,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.model import all_weights
 
 
-def send(theirs: Any, model: PreTrainedModel, path: str) -> None:
-    """Copy all weights of the policy's `model` into vLLM's model `theirs`, by its function that loads a checkpoint.
+def send(vllm_model: Any, model: PreTrainedModel, path: str) -> None:
+    """Copy all weights of the policy's `model` into `vllm_model`, by its function that loads a checkpoint.
 
     That function fuses q/k/v and gate/up and rounds to the dtype of vLLM's model. It copies into existing tensors,
     because CUDA graphs contain their addresses.
@@ -18,9 +18,9 @@ def send(theirs: Any, model: PreTrainedModel, path: str) -> None:
     Raises ConfigError, which names model.path=`path`, if the two models have other weights; the first call shows this.
     Raises AssertionError if a tensor of vLLM's model has moved.
     """
-    addresses = {name: weight.data_ptr() for name, weight in theirs.named_parameters()}
+    addresses = {name: weight.data_ptr() for name, weight in vllm_model.named_parameters()}
     try:
-        loaded = theirs.load_weights(all_weights.weights(model).items())
+        loaded = vllm_model.load_weights(all_weights.weights(model).items())
         missing = sorted(addresses.keys() - loaded)
     except ValueError as error:
         missing = [first_line(error)]
@@ -29,5 +29,5 @@ def send(theirs: Any, model: PreTrainedModel, path: str) -> None:
             f"vLLM cannot take all weights of model.path={path} from the trainer, because its model has others "
             f"({missing[0]}). Type rollout=transformers, or lora=rank32."
         )
-    if addresses != {name: weight.data_ptr() for name, weight in theirs.named_parameters()}:
+    if addresses != {name: weight.data_ptr() for name, weight in vllm_model.named_parameters()}:
         raise AssertionError("vLLM's model has other tensors than when its CUDA graphs were captured")

@@ -36,20 +36,21 @@ def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
 
     Raises ConfigError for FP8 activations on a GPU that cannot multiply FP8; vLLM would leave them in 16 bits there.
     """
-    own, weight_format = cfg.rollout.vllm, formats.build(cfg.format)
+    vllm_cfg, weight_format = cfg.rollout.vllm, formats.build(cfg.format)
     if weight_format == W8A8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < MULTIPLIES_FP8:
         raise ConfigError(
             f"format.activations=fp8 is not possible on {torch.cuda.get_device_name()}; allowed: GPUs of compute "
             "capability 8.9 (Ada) and higher. Type format.activations=auto."
         )
-    may_be_humming = own.linear_backend == "humming" or (own.linear_backend == "vllm" and weight_format == W8A16)
+    backend = vllm_cfg.linear_backend
+    may_be_humming = backend == "humming" or (backend == "vllm" and weight_format == W8A16)
     if may_be_humming and torch.cuda.is_available() and humming_races():
         print("warning: the installed Humming has races on this GPU (docs/running.md); watch sampler/logprob_gap_max, "
               "or type rollout.vllm.linear_backend=marlin")  # fmt: skip
-    if own.linear_backend != "auto":
-        return own.linear_backend
-    otherwise = "marlin" if own.share_base or weight_format == W8A16 else "vllm"
-    if cfg.format.name != "nvfp4" or own.lora != "dense" or not torch.cuda.is_available():
+    if backend != "auto":
+        return backend
+    otherwise = "marlin" if vllm_cfg.share_base or weight_format == W8A16 else "vllm"
+    if cfg.format.name != "nvfp4" or vllm_cfg.lora != "dense" or not torch.cuda.is_available():
         return otherwise
     why = fp4_tiles.refusal()
     if not why and not tiles_fit(model, cfg.lora.rank):

@@ -23,7 +23,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
 
 IN_MEMORY = Path("/dev/shm")  # RAM, so that a copy never touches a disk
-OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds a lock on its folder
+RUN_FOLDERS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # a pattern; each process holds a lock on its folder
 
 
 @contextmanager
@@ -33,13 +33,13 @@ def model_folder(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
     It is the directory of model.path if that is packed, or if the run's format is dense and all stored weights are
     bfloat16. Otherwise it is a temporary copy of the policy's weights, removed at the end.
     """
-    own = local_folder(cfg.model.path, cfg.model.revision)
-    files = WeightFiles(own)
+    source = local_folder(cfg.model.path, cfg.model.revision)
+    files = WeightFiles(source)
     unrounded = cfg.format.name == DENSE_FORMAT and all(files.dtype(name) is torch.bfloat16 for name in files.names)
-    if unrounded or stored_as(own) is not None:
-        yield own
+    if unrounded or stored_as(source) is not None:
+        yield source
         return
-    tensors, config = base_tensors(policy), read_json(own / "config.json")
+    tensors, config = base_tensors(policy), read_json(source / "config.json")
     if cfg.format.name != DENSE_FORMAT:
         dtype = policy.dtype
         config["quantization_config"] = formats.build(cfg.format).quantization_config(cfg.format.ignore, dtype)
@@ -63,7 +63,7 @@ def scratch_folder(size: int, name: str | None = None) -> Iterator[Path]:
     First removes the folders that killed runs left in RAM. `name`, 12 hex digits, becomes part of the folder's name;
     None draws one at random.
     """
-    remove_leftovers(IN_MEMORY, OF_RUNS)
+    remove_leftovers(IN_MEMORY, RUN_FOLDERS)
     has_room = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.2 * size
     place = IN_MEMORY if has_room else Path(tempfile.gettempdir())
     with named_folder(f"qerl-lab-{name or secrets.token_hex(6)}", place) as folder:

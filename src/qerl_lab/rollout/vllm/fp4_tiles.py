@@ -31,10 +31,13 @@ VARIANTS = (16, 32, 64)  # rows of x
 MAX_ROWS = VARIANTS[-1]  # per launch
 TILE_SIZES = range(2, 9)  # blocks of W per tile
 _OUT_BYTES = 768  # as in fp4_tiles.cu
-_GROUP, _OTHERS = 128, 128  # threads of a warpgroup; threads that do not multiply
+_GROUP = 128  # threads of a warpgroup
+_OTHERS = 128  # threads of a block that do not multiply
 _MOST_STAGES = 16
 _RANKS = 32  # a part of x A^T is padded to a multiple of this
-_STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # for x A^T: columns, sums of splits, warps per block
+_STEP_OF_SPLIT = 64  # columns of x that a warp multiplies per trip to memory, for x A^T
+_SUMS_AT_ONCE = 16  # sums of splits that it adds per trip
+_MAKERS = 3  # warps of a block that compute x A^T
 _STEP = 2  # the end of a tile costs about as much as this many stages
 
 SUPPORTED = (

@@ -1,7 +1,7 @@
 """A vLLM scheduler that stores the log-probs of sampled tokens in `LOGPROBS`, where the engine reads them.
 
-vLLM passes each log-prob on as slices of three arrays, an object and items of four lists. With 256 completions that is
-a quarter of the host time of scheduler and outputs, and the GPU waits whenever it ends before the host.
+vLLM passes each log-prob on as slices of three arrays, an object and items of four lists. With 256 completions this
+takes a quarter of the host's time for scheduler and outputs. The GPU waits for the host whenever it ends first.
 
 `LLM` takes the scheduler class as an argument; vLLM warns that the class is not a public interface.
 tests/unit/rollout/test_contract.py tests what is used of it.
@@ -21,8 +21,8 @@ def build_scheduler(vllm_config: Any, **given: Any) -> Any:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    own = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    return type("LogprobScheduler", (StoresLogprobs, own), {})(vllm_config=vllm_config, **given)
+    usual = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return type("LogprobScheduler", (StoresLogprobs, usual), {})(vllm_config=vllm_config, **given)
 
 
 class StoresLogprobs:

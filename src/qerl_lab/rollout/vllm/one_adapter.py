@@ -73,10 +73,10 @@ def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: 
     `targets` names the layers with an adapter as in PEFT, by the end of the layer's name, e.g. "q_proj".
     """
     stored = read_json(folder / "config.json").get("quantization_config") or {"quant_method": NAME}
-    own = {"rank": lora_rank, "targets": list(targets), "routes": asdict(routes)}
+    settings = {"rank": lora_rank, "targets": list(targets), "routes": asdict(routes)}
     arguments: dict[str, Any] = {
         "quantization": NAME,
-        "hf_overrides": {"quantization_config": stored | {_OWN_KEY: own}},
+        "hf_overrides": {"quantization_config": stored | {_OWN_KEY: settings}},
         "enable_lora": False,
     }
     if stored["quant_method"] == "bitsandbytes":
@@ -113,10 +113,10 @@ class OneAdapterConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> "OneAdapterConfig":
         """Override vLLM's hook: build from a `quantization_config` with the entry that `llm_arguments` added."""
         stored = dict(config)
-        own = stored.pop(_OWN_KEY)
+        settings = stored.pop(_OWN_KEY)
         name = stored["quant_method"]
         base = None if name == NAME else get_quantization_config(name).from_config(stored)
-        return cls(base, **own)
+        return cls(base, **settings)
 
     @classmethod
     def override_quantization_method(
@@ -162,8 +162,8 @@ class OneAdapterConfig(QuantizationConfig):
         method = method or UnquantizedLinearMethod()
         parent, _, name = prefix.rpartition(".")
         parts = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
-        own = [any(f".{part}".endswith(f".{target}") for target in self.targets) for part in parts]
-        return OneAdapterMethod(method, self.rank, parts, own, self.routes) if any(own) else method
+        adapted = [any(f".{part}".endswith(f".{target}") for target in self.targets) for part in parts]
+        return OneAdapterMethod(method, self.rank, parts, adapted, self.routes) if any(adapted) else method
 
 
 # Layers by the address of their adapter. A custom op takes tensors; with a layer's name as argument it would be
@@ -196,12 +196,12 @@ class OneAdapterMethod(LinearMethodBase):
     would have to cut B of a column-parallel layer and A of a row-parallel layer, in the same way as the weight.
     """
 
-    def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], routes: Routes = Routes()) -> None:
+    def __init__(self, base: Any, rank: int, parts: list[str], adapted: list[bool], routes: Routes = Routes()) -> None:
         """Wrap the method `base`. `rank` is the rank of the adapter.
 
-        `parts` has the full checkpoint name of each fused part. `own[i]` is True if `parts[i]` has an adapter.
+        `parts` has the full checkpoint name of each fused part. `adapted[i]` is True if `parts[i]` has an adapter.
         """
-        self.base, self.rank, self.parts, self.own = base, rank, parts, own
+        self.base, self.rank, self.parts, self.adapted = base, rank, parts, adapted
         # A dense layer (`format.ignore`) has only the base's route.
         self.routes = Routes() if isinstance(base, UnquantizedLinearMethod) else routes
         self.packed_layers: list[PackedLinear] = []
@@ -321,9 +321,9 @@ class OneAdapterMethod(LinearMethodBase):
 
         n is the number of the part's output columns.
         """
-        blocks = zip(self.parts, self.own, layer.adapter_A.split(self.rank), layer.adapter_B.split(self.sizes),
+        blocks = zip(self.parts, self.adapted, layer.adapter_A.split(self.rank), layer.adapter_B.split(self.sizes),
                      strict=True)  # fmt: skip
-        return {part: (A, B) for part, own, A, B in blocks if own}
+        return {part: (A, B) for part, is_adapted, A, B in blocks if is_adapted}
 
 
 def use_packed_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:

@@ -50,18 +50,18 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
     """Replace the packed weights of `policy` by the tensors of vLLM's `model`.
 
     Returns the names of the policy's layers that keep their own tensors, because vLLM's tensors differ in some bits.
-    Raises ConfigError if vLLM's model lacks a layer, or if the trainer cannot read the layout of a layer. No layer has
-    changed then.
+    Raises ConfigError, before any layer is changed, if vLLM's model lacks a layer, or if the trainer cannot read the
+    layout of a layer.
     """
     layers = packed_layers(policy.base)
     pairs = list(_fused_pairs(layers, model))
     found = {name for _, parts in pairs for name in parts}
     if missing := [name for name in layers if name not in found]:
         raise cannot_share(f"finds no layer in vLLM's model that holds {missing[0]}")
-    for theirs, parts in pairs:
-        if TILES not in theirs._buffers:  # the lab's own layout was checked when it was made
-            _check_marlin(theirs, parts)
-    return [name for theirs, parts in pairs for name in _share_layer(theirs, parts)]
+    for vllm_layer, parts in pairs:
+        if TILES not in vllm_layer._buffers:  # the lab's own layout was checked when it was made
+            _check_marlin(vllm_layer, parts)
+    return [name for vllm_layer, parts in pairs for name in _share_layer(vllm_layer, parts)]
 
 
 def shared_bytes(policy: Policy) -> int:
@@ -82,30 +82,30 @@ def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, 
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     # A `.base_layer` comes after its wrapper in named_modules, and so replaces it.
-    theirs = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
-    for name, layer in theirs.items():
+    vllm_layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
+    for name, layer in vllm_layers.items():
         parent, _, leaf = name.rpartition(".")
         parts = [f"{parent}.{part_leaf}" for part_leaf in fused.get(leaf, [leaf])]
         if all(part_name in layers for part_name in parts):
             yield layer, {part_name: layers[part_name] for part_name in parts}
 
 
-def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
-    """Raise ConfigError unless `theirs` holds the weights of `parts`, stacked, in Marlin's layout."""
-    name, own = next(iter(parts.items()))
-    kernel = type(getattr(getattr(theirs, "scheme", None), "kernel", None)).__name__
+def _check_marlin(vllm_layer: nn.Module, parts: Layers) -> None:
+    """Raise ConfigError unless `vllm_layer` holds the weights of `parts`, stacked, in Marlin's layout."""
+    name, first = next(iter(parts.items()))
+    kernel = type(getattr(getattr(vllm_layer, "scheme", None), "kernel", None)).__name__
     if kernel != KERNEL:
         raise cannot_share(f"needs weights that vLLM computes with {KERNEL}, and {name} has {kernel}")
-    sizes, columns = [layer.out_features for layer in parts.values()], own.in_features
+    sizes, columns = [layer.out_features for layer in parts.values()], first.in_features
     expected = [(columns // 16, 2 * sum(sizes)), (columns // 16, sum(sizes))]
-    shapes = [tuple(theirs.get_parameter(held).shape) for held in ("weight", "weight_scale")]
+    shapes = [tuple(vllm_layer.get_parameter(held).shape) for held in ("weight", "weight_scale")]
     if any(size % ROWS for size in sizes) or shapes != expected:
         raise cannot_share(f"takes parts in multiples of {ROWS} rows that Marlin does not pad, and {name} is {sizes} "
                       f"x {columns}")  # fmt: skip
 
 
-def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
-    """Let the policy's layers `parts` hold the tensors of vLLM's layer `theirs`, which fuses them.
+def _share_layer(vllm_layer: nn.Module, parts: Layers) -> list[str]:
+    """Let the policy's layers `parts` hold the tensors of vLLM's layer `vllm_layer`, which fuses them.
 
     Returns the names of parts that keep their own tensors, because vLLM's tensors differ in some bits.
     """
@@ -113,15 +113,15 @@ def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
     for name, layer in parts.items():
         packed = layer.packed()
         layout: Tiles | Marlin
-        if TILES in theirs._buffers:
-            tiles = theirs.get_buffer(TILES)
+        if TILES in vllm_layer._buffers:
+            tiles = vllm_layer.get_buffer(TILES)
             held = {TILES: tiles, DIVISOR: packed[DIVISOR].to(tiles.device)}
             layout = Tiles(first, layer.out_features, layer.in_features)
         else:
-            codes, scale = (theirs.get_parameter(of_engine).data for of_engine in ("weight", "weight_scale"))
+            codes, scale = (vllm_layer.get_parameter(of_engine).data for of_engine in ("weight", "weight_scale"))
             divisor = packed[DIVISOR].to(codes.device)
             held = part({CODES: codes, SCALE: scale, DIVISOR: divisor}, first, layer.out_features)
-            layout = Marlin(boost(divisor, theirs.get_parameter("weight_global_scale")))
+            layout = Marlin(boost(divisor, vllm_layer.get_parameter("weight_global_scale")))
         own = {key: tensor.to(held[DIVISOR].device) for key, tensor in packed.items()}
         stored = layout.stored(held)
         if all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items()):
@@ -132,10 +132,10 @@ def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
     return keep
 
 
-def boost(divisor: Tensor, theirs: Tensor) -> float:
+def boost(divisor: Tensor, vllm_scale: Tensor) -> float:
     """Return the power of two by which vLLM multiplied a layer's block scales for Marlin.
 
-    `divisor` is the global scale in the checkpoint, `theirs` the one in vLLM: 2^119 / divisor / boost.
+    `divisor` is the global scale in the checkpoint, `vllm_scale` the one in vLLM: 2^119 / divisor / boost.
     """
-    ratio = 2.0**119 / divisor.double() / theirs.double()
+    ratio = 2.0**119 / divisor.double() / vllm_scale.double()
     return float(ratio.log2().round().exp2().item())

@@ -39,8 +39,8 @@ def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -
     rank, at = B.shape[1], 0
     inner = x @ A.t()
     for part, size in enumerate(sizes):
-        columns, own = slice(at, at + size), slice(part * rank, (part + 1) * rank)
-        y[:, columns].addmm_(inner[:, own], B[columns].t())
+        columns, ranks = slice(at, at + size), slice(part * rank, (part + 1) * rank)
+        y[:, columns].addmm_(inner[:, ranks], B[columns].t())
         at += size
 
 
@@ -101,12 +101,12 @@ def unpacked_product(
     y, t = x.new_empty(len(x), len(B)), x @ A.t()
     biases = len(sizes) * [None] if bias is None else bias.split(sizes)
     of_parts = zip(decoders, y.split(sizes, 1), t.split(B.shape[1], 1), B.split(sizes), biases, strict=True)
-    for decoder, own, inner, B_of_part, added in of_parts:
-        if added is None:
-            torch.mm(inner, B_of_part.t(), out=own)
+    for decoder, y_of_part, t_of_part, B_of_part, bias_of_part in of_parts:
+        if bias_of_part is None:
+            torch.mm(t_of_part, B_of_part.t(), out=y_of_part)
         else:
-            torch.addmm(added, inner, B_of_part.t(), out=own)
-        own.addmm_(x, decoder.unpack(x.dtype).t(), alpha=decoder.alpha)
+            torch.addmm(bias_of_part, t_of_part, B_of_part.t(), out=y_of_part)
+        y_of_part.addmm_(x, decoder.unpack(x.dtype).t(), alpha=decoder.alpha)
     return y
 
 

@@ -35,20 +35,20 @@ def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) 
     `dtype` is the compute dtype. The norms that `NormWorker` holds in float32 are named in `additional_config`, because
     it is part of vLLM's key for compiled code. Otherwise a graph compiled for bfloat16 norms would read float32 ones.
     """
-    rollout, own = cfg.rollout, cfg.rollout.vllm
+    rollout, vllm_cfg = cfg.rollout, cfg.rollout.vllm
     arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
         "max_num_seqs": rollout.batch_size,
-        "kv_cache_dtype": own.kv_cache_dtype,
-        "enforce_eager": own.enforce_eager,
+        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
+        "enforce_eager": vllm_cfg.enforce_eager,
         "logprobs_mode": "processed_logprobs",  # at the temperature of sampling
         "generation_config": "vllm",  # ignore the model's own penalties and cuts
         "worker_cls": WORKER,
         "additional_config": {FLOAT32_NORMS: list(cfg.aqn.norms)},
     }
-    if own.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = own.max_num_batched_tokens
+    if vllm_cfg.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = vllm_cfg.max_num_batched_tokens
     if device.type == "cpu":  # a chunk of a prompt would draw a token, and a CPU generator cannot step back
         arguments["enable_chunked_prefill"] = False
     return arguments
@@ -130,8 +130,8 @@ def write_weights(model: PeftModel, folder: Path) -> None:
 
     Raises EngineFailed if that fails: the folder may be full, or on another host that went away.
     """
-    own = get_peft_model_state_dict(model, adapter_name="default")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+    state = get_peft_model_state_dict(model, adapter_name="default")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     aside = folder / "adapter_model.new"
     try:
         save_file(tensors, aside)

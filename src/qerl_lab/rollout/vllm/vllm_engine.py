@@ -74,13 +74,13 @@ class VllmEngine(Engine):
             self.linear_backend = choose_backend(cfg, policy.model)
             if cfg.format.name == "fp8":  # also off, because an earlier engine or the user's shell may have set it
                 os.environ.update(dict.fromkeys(MARLIN_FOR_FP8, str(int(self.linear_backend == "marlin"))))
-            of_adapter = self._adapter.arguments(folder, self.linear_backend) if self._adapter else {}
-            self.llm = start(cfg, folder, policy, self.linear_backend, of_adapter)
+            adapter_arguments = self._adapter.arguments(folder, self.linear_backend) if self._adapter else {}
+            self.llm = start(cfg, folder, policy, self.linear_backend, adapter_arguments)
             self.model: nn.Module = self.llm.apply_model(lambda model: model)[0]  # vLLM's, which is in this process
             if share:
                 self._share_base()
         if isinstance(self._adapter, DenseAdapter):
-            self._adapter.begin(self.model)
+            self._adapter.attach(self.model)
         self._norms = self._find_norms()  # kept for `sync`, because the lookup takes a millisecond
         path = cfg.model.path
         check_norms(self._norms, policy.clean_norms, f"vLLM, for model.path={path},", "Type rollout=transformers.")
@@ -134,32 +134,33 @@ class VllmEngine(Engine):
         lora = self._adapter.request if self._adapter else None
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = started + 60 * minutes
-        names_P_G, found = list[list[str]](), dict[str, RequestOutput]()  # vLLM's ids of completions; by request id
+        names_P_G = list[list[str]]()  # vLLM's ids of the completions
+        done = dict[str, RequestOutput]()  # by request id
         logprob_scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
         with random_state_restored(self.policy.device):
             try:
                 for index, (ids, seed) in enumerate(zip(prompt_ids_P, sampling.seeds(len(prompt_ids_P)), strict=True)):
                     given = sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
-                    how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+                    params = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
                     prompt = {"prompt_token_ids": ids}
                     with raising_engine_failed("generate"):
-                        name = engine.add_request(str(index), prompt, how, lora_request=lora)
+                        name = engine.add_request(str(index), prompt, params, lora_request=lora)
                     names_P_G.append(logprob_scheduler.completion_names(name, group_size))
                 while engine.has_unfinished_requests():
                     with raising_engine_failed("generate"):
                         finished = [output for output in engine.step() if output.finished]
-                    found |= {output.request_id: output for output in finished}
+                    done |= {output.request_id: output for output in finished}
                     for output in finished:
                         on_done(len(output.outputs))
                     if time.perf_counter() > deadline:
                         raise EngineFailed(
-                            f"vLLM finished {len(found)} of {len(prompt_ids_P)} groups in rollout.vllm.timeout_minutes="
+                            f"vLLM finished {len(done)} of {len(prompt_ids_P)} groups in rollout.vllm.timeout_minutes="
                             f"{minutes:g}. Type a larger one if that many tokens take longer."
                         )
             finally:
-                if len(found) < len(prompt_ids_P):  # so that an interrupted engine can go on
+                if len(done) < len(prompt_ids_P):  # so that an interrupted engine can go on
                     engine.abort_request([str(index) for index in range(len(prompt_ids_P))])
-        completions_P_G = [read_completions(found[str(p)], names_G) for p, names_G in enumerate(names_P_G)]
+        completions_P_G = [read_completions(done[str(p)], names_G) for p, names_G in enumerate(names_P_G)]
         return Rollout(prompt_ids_P, completions_P_G, time.perf_counter() - started)
 
     def memory_bytes(self) -> dict[str, int]:
@@ -198,16 +199,16 @@ def read_completions(request: RequestOutput, names_G: list[str]) -> list[Complet
     return completions
 
 
-def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
-    """Build vLLM's `LLM` on the model directory `folder`, with the adapter's arguments `of_adapter`.
+def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, adapter_arguments: dict[str, Any]) -> LLM:
+    """Build vLLM's `LLM` on the model directory `folder`, with the adapter's arguments `adapter_arguments`.
 
     `backend` is the kernel from `choose_backend`. Raises ConfigError if vLLM refuses the model or memory is too small.
     """
-    own = cfg.rollout.vllm
+    vllm_cfg = cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.dtype
-    per_token = cache_bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
+    per_token = cache_bytes_per_token(config, 1 if vllm_cfg.kv_cache_dtype == "fp8" else dtype.itemsize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if own.dense_rows:
+    if vllm_cfg.dense_rows:
         packed = packed_layers(policy.base).values()
         weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
     if policy.trains_all:  # the trainer's gradients and moments come later, and need room beside the cache
@@ -228,7 +229,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
     # Drop vLLM's warning that the class of a scheduler is not a public interface.
     logging.getLogger("vllm.config.scheduler").addFilter(lambda said: "custom scheduler class" not in str(said.msg))
     try:
-        return LLM(model=str(folder), **arguments, **of_adapter)
+        return LLM(model=str(folder), **arguments, **adapter_arguments)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"vLLM cannot serve model.path={cfg.model.path} in {cfg.format.name} here ({type(error).__name__}: "

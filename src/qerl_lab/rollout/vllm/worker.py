@@ -38,15 +38,15 @@ class NormWorker(Worker):
 
     def qerl_describe(self) -> dict[str, Any]:
         """Return this vLLM's quantization and settings, which a run compares with `server_command.settings`."""
-        own = self.vllm_config
-        model, lora = own.model_config, own.lora_config
+        config = self.vllm_config
+        model, lora = config.model_config, config.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "quantization": model.quantization,
             "quantization_config": getattr(model.hf_config, "quantization_config", None),
-            "kv_cache_dtype": str(own.cache_config.cache_dtype),
-            "linear_backend": str(own.kernel_config.linear_backend),
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "linear_backend": str(config.kernel_config.linear_backend),
             "logprobs_mode": str(model.logprobs_mode),
             "generation_config": str(model.generation_config),
             "max_lora_rank": lora.max_lora_rank if lora else 0,
@@ -91,8 +91,8 @@ class NormWorker(Worker):
         clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as loaded
         for name in weights.keys() & set(names) - clean.keys():
             clean[name] = weights[name].detach().float().clone()
-        own = {name: clean[name] for name in names if name in clean}
-        noisy = CLEAN.onto_norms(clean) | Noise(float(sigma), seed, step, relative).onto_norms(own)
+        chosen = {name: clean[name] for name in names if name in clean}
+        noisy = CLEAN.onto_norms(clean) | Noise(float(sigma), seed, step, relative).onto_norms(chosen)
         for name, weight in noisy.items():
             weights[name].data.copy_(weight)  # in place, because CUDA graphs read this address
         if torch.cuda.is_available():  # vLLM may sample on another stream than this one
