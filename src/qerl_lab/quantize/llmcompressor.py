@@ -54,9 +54,9 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
     batches = DataLoader(cast(Dataset, rows), batch_size=1)
     model = load_by_transformers(source, "auto")
-    which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[options.format], "ignore": left_dense}
+    arguments: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[options.format], "ignore": left_dense}
     is_gptq = options.method == "gptq"
-    recipe = [GPTQModifier(**which)] if is_gptq else [_awq_modifier(), QuantizationModifier(**which)]
+    recipe = [GPTQModifier(**arguments)] if is_gptq else [_awq_modifier(), QuantizationModifier(**arguments)]
     oneshot(model=model, processor=tokenizer, recipe=recipe, dataset=batches)
     model.save_pretrained(folder, save_compressed=True, max_shard_size=int(options.shard_gb * 1e9))
 

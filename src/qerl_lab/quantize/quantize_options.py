@@ -73,17 +73,17 @@ def check(options: QuantizeOptions) -> None:
             f"method={options.method} with format={options.format} is not possible: llmcompressor writes "
             f"{' and '.join(SCHEMES)}. Type method=rtn, or format={next(iter(SCHEMES))}."
         )
-    usual = QuantizeOptions()
-    of_format = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
+    defaults = QuantizeOptions()
+    format_of = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
     for key, value in vars(options).items():  # refuse an option that the format or the method does not read
-        if value == getattr(usual, key):
+        if value == getattr(defaults, key):
             continue
-        owner = of_format.get(key, options.format)
+        owner = format_of.get(key, options.format)
         if key in CALIBRATION and options.method == "rtn":
             why = f"method=awq and method=gptq; method=rtn reads no data. Leave {key} out, or type method=gptq."
         elif owner != options.format:
             why = f"{owner}, and format={options.format} was given. Leave {key} out, or type format={owner}."
-        elif key in of_format and options.method != "rtn":
+        elif key in format_of and options.method != "rtn":
             why = f"method=rtn; llmcompressor, which does method={options.method}, has its own rule. Leave {key} out."
         else:
             continue
