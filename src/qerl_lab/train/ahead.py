@@ -16,7 +16,7 @@ from qerl_lab.train.training_data import Cursor
 Ahead = Future[tuple[Batch, Cursor]]  # the batch of the next step, and a cursor that has passed its questions
 
 
-def is_sampled_ahead(cfg: RunConfig, step: int) -> bool:
+def may_be_sampled_ahead(cfg: RunConfig, step: int) -> bool:
     """Tell whether overlap may sample `step` while the step before trains. Callers also ask `NoiseLevel.needs_solving`.
 
     It may not sample the first step. Nor the step after a checkpoint, because a resumed run no longer has the older

@@ -39,7 +39,7 @@ from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.system import terminal
 from qerl_lab.train import packing
-from qerl_lab.train.ahead import Ahead, is_sampled_ahead, sample_ahead
+from qerl_lab.train.ahead import Ahead, may_be_sampled_ahead, sample_ahead
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, build_kl_measure, probe
 from qerl_lab.train.ranks import ALONE, Ranks
@@ -185,7 +185,7 @@ class LabTrainer(GRPOTrainer):
             with self.clock.phase("probe"):
                 self._measure_noise(batch.rollouts[0])  # every rank has one
             following = step + 1
-            if is_sampled_ahead(cfg, following) and not level.needs_solving(following) and not self.stop.requested:
+            if may_be_sampled_ahead(cfg, following) and not level.needs_solving(following) and not self.stop.requested:
                 with self.clock.phase("sync"):
                     engine.sync(level.noise(following))
                 self.ahead = sample_ahead(cfg, following, self.cursor, self.policy, engine)
@@ -329,7 +329,7 @@ class LabTrainer(GRPOTrainer):
         trained, was_training = [p for p in model.parameters() if p.requires_grad], model.training
         if self.args.gradient_checkpointing:  # as the Trainer does before its loop
             model.gradient_checkpointing_enable()
-        self.scored_before = True  # there is no sampler whose log-probs could be compared
+        self.scored_before = True  # no sampler's log-probs to compare with
         try:
             model.train()
             for parameter in trained:

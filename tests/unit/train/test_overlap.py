@@ -29,7 +29,7 @@ from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import ahead, trainer
 from qerl_lab.train import run as run_module
-from qerl_lab.train.ahead import is_sampled_ahead
+from qerl_lab.train.ahead import may_be_sampled_ahead
 from qerl_lab.train.step import Batch
 from qerl_lab.train.stop import Stop
 from repeated import files_of, lines_of
@@ -333,4 +333,4 @@ def test_steps_after_a_checkpoint_an_evaluation_or_an_extension_are_not_sampled_
     tiny, changes: dict[str, Any], ahead_of: list[int]
 ) -> None:
     cfg = tiny(**SETTINGS | {"steps": 6} | changes)
-    assert [step for step in range(1, 8) if is_sampled_ahead(cfg, step)] == ahead_of
+    assert [step for step in range(1, 8) if may_be_sampled_ahead(cfg, step)] == ahead_of
