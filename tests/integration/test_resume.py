@@ -196,7 +196,9 @@ def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, t
         done = run_module(*words, cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         refusal = done.stderr + (directory.reason if directory.status == "failed" else "")
-        assert re.search(rf"model\.path={model} was the model of model\.hash=\w{{12}} when .+ is now that of", refusal)
+        assert re.search(
+            rf"model\.path={model} was the model of model\.hash=\w{{12}} when .+ is now the model of", refusal
+        )
         assert not list(directory.path.glob("checkpoints/*"))
     flip(model / "model.safetensors")
     done = run_module("qerl_lab", f"resume={directory.path}", cwd=tmp_path)

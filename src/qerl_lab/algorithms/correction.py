@@ -4,7 +4,7 @@ Axes: B completions of the batch, T tokens of a completion, N micro-batches of a
 
 The sampler draws a token with its own probability; the trainer's differs by noise and kernels. The ratio trainer /
 sampler, truncated at `rollout.importance_clip_max`, weighs the token's loss (truncated importance sampling). The
-weights equal those of TRL (`GRPOTrainer._generate_and_score_completions`); tests/golden/test_loss.py compares them.
+weights equal TRL's (`GRPOTrainer._generate_and_score_completions`); tests/golden/test_loss.py compares them.
 """
 
 import math

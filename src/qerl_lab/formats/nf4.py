@@ -116,8 +116,8 @@ class Nf4(Format):
         """
         if any(entry.startswith("re:") for entry in ignore):
             raise ValueError(
-                f"bitsandbytes, whose layout {self.NAME} has, knows no re: patterns; allowed: full names of layers, "
-                "their last parts, modules they are in"
+                f"{self.NAME} has the layout of bitsandbytes, which knows no re: patterns; allowed: full names of "
+                "layers, their last parts, modules they are in"
             )
         return {
             "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",

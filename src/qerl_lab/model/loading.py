@@ -28,7 +28,7 @@ _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 class TensorSource(Protocol):
-    """Tensors by checkpoint name; the methods are those of `weight_files.WeightFiles`."""
+    """Tensors by checkpoint name, with methods as in `weight_files.WeightFiles`."""
 
     @property
     def names(self) -> Collection[str]: ...
@@ -118,7 +118,7 @@ def fill(
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in copies}
     dense = sorted(shapes.keys() - {f"{name}.weight" for name in linears})
     expected = {name: shapes[name] for name in dense} if is_packed else shapes
-    _check_names(model, source, expected, weight_format, linears if is_packed else ())
+    _check_tensors(model, source, expected, weight_format, linears if is_packed else ())
     for group in fused_groups(linears):
         if is_packed:
             _fill_packed(model, source, group, weight_format, device)
@@ -137,13 +137,13 @@ def fill(
     return model.to(device).requires_grad_(False)
 
 
-def _check_names(
+def _check_tensors(
     model: PreTrainedModel, source: TensorSource, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
     packed: Sequence[str],
 ) -> None:  # fmt: skip
     """Raise ValueError unless `source` has exactly the tensors that the model needs, in valid shapes and dtypes.
 
-    `dense` maps names of dense tensors to shapes; `packed` names the Linears stored in `weight_format`, whose shapes
+    `dense` maps names of dense tensors to shapes; `packed` names the Linears stored in `weight_format`; their shapes
     are not checked here. Copies of tied tensors and tensors that the model ignores may be in `source` too.
     """
     keys = weight_format.layout((64, 64)).keys() if packed else ()  # the same for every shape

@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether the layer is a Linear: its weight has two axes, and its name is not that of an embedding."""
+        """Tell whether the layer is a Linear: its weight has two axes, and by its name it is no embedding."""
         return len(self.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", self.name)
 
 
@@ -76,7 +76,7 @@ def check_content(cfg: RunConfig) -> None:
     if not path.exists():
         raise ConfigError(f"{said}, and is gone. Put that model there; a link to it will do.")
     if (found := model_hash(path)) != cfg.model.hash:
-        raise ConfigError(f"{said}, and is now that of {found}. Put it back as it was, or start a new run.")
+        raise ConfigError(f"{said}, and is now the model of {found}. Put it back as it was, or start a new run.")
 
 
 def check(folder: Path, cfg: RunConfig) -> None:
@@ -85,7 +85,7 @@ def check(folder: Path, cfg: RunConfig) -> None:
     check_files(folder, setting)
     check_chat_template(folder, setting)
     found = layers(folder)
-    _check_names(found, cfg, setting)
+    _check_layer_names(found, cfg, setting)
     config = read_json(folder / "config.json", setting)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
     name, rules = noted_rounding(folder)
@@ -247,7 +247,7 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None
     )
 
 
-def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> None:
+def _check_layer_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> None:
     """Raise ConfigError if the model lacks a layer that lora.target_modules, aqn.norms or format.ignore names.
 
     `in_model` lists the layers of the model.

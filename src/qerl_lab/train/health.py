@@ -131,8 +131,8 @@ def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
         kernels = "rollout.vllm.linear_backend=marlin, or rollout=transformers"
         remedy = f"{lockstep}{kernels}, and compare sampler/logprob_gap_max"
         found["sampler and trainer are two policies"] = (
-            f"Without noise each of the last steps had a token whose log-probabilities were {gap:.0f} nats apart or "
-            "more: one of them computes something else. Do not believe this run. "
+            f"Without noise each of the last steps had a token with log-probabilities {gap:.0f} nats apart or "
+            "more: sampler or trainer computes something else. Do not believe this run. "
             f"Type {'model.dtype=float32' if cfg.rollout.engine == 'transformers' else remedy}."
         )
     observed = [metrics.get("noise/std_observed", sigma) for metrics, sigma in zip(last, sigmas, strict=True)]

@@ -111,7 +111,7 @@ class NoiseLevel:
             why = "which is aqn.sigma_min: rounding alone is as much. Type a higher aqn.kl_end"
         else:
             why = f"after {self.state['probes']} tries. Type a higher aqn.solver.probes, or another aqn.kl_start"
-        return f"no sigma was found whose KL is {target:.2g} nats: it is {kl:.2g} at sigma {sigma:.2g}, {why}."
+        return f"no sigma was found with a KL of {target:.2g} nats: it is {kl:.2g} at sigma {sigma:.2g}, {why}."
 
 
 def build_kl_measure(

@@ -1,6 +1,6 @@
 """Run from configuration to record: build -> evaluate -> train -> evaluate -> record.
 
-A run whose directory has checkpoints resumes from the newest intact one.
+A run resumes from the newest intact checkpoint in its directory, if there is one.
 """
 
 import shutil

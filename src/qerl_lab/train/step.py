@@ -58,7 +58,7 @@ class Clock:
         self._step_started, self._waited_before = time.perf_counter(), self.ranks.waited
 
     def end_step(self) -> None:
-        """Store the seconds since `start_step` as "step", and those of them spent waiting for other ranks as "wait"."""
+        """Store the seconds since `start_step` as "step", and the part spent waiting for other ranks as "wait"."""
         self.wait()
         self.seconds["step"] = time.perf_counter() - self._step_started
         self.seconds["wait"] = self.ranks.waited - self._waited_before
@@ -117,10 +117,10 @@ def collect(
 ) -> Batch:
     """Sample and grade completions of the cursor's next questions; return the batch of this rank.
 
-    Each rank asks its share of rollout.prompts_per_step questions. Dynamic sampling replaces flat groups, whose
-    completions all earned the same reward, by asking new questions, in at most algorithm.max_resamples more rollouts.
-    If groups are still missing then, flat ones fill the batch. Raises Diverged if the sampler's logits are NaN, and
-    EngineFailed on every rank if any rank fails.
+    Each rank asks its share of rollout.prompts_per_step questions. A group is flat if all its completions earned the
+    same reward. Dynamic sampling asks new questions in place of flat groups, in at most algorithm.max_resamples more
+    rollouts. If groups are still missing then, flat ones fill the batch. Raises Diverged if the sampler's logits are
+    NaN, and EngineFailed on every rank if any rank fails.
     """
     task = cursor.data.task
     wanted = missing = cfg.rollout.prompts_per_step // ranks.size

@@ -15,7 +15,7 @@ from qerl_lab.tasks import Question, Task
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Questions of a run whose prompts fit rollout.max_prompt_tokens.
+    """Questions of a run, without prompts of more than rollout.max_prompt_tokens.
 
     Attributes:
         task: the task, with only those held-out questions that fit; with none if the run never evaluates.
@@ -43,7 +43,7 @@ class TrainingData:
 
 
 def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
-    """Select the questions of `task` whose prompts fit rollout.max_prompt_tokens.
+    """Select the questions of `task` with prompts of at most rollout.max_prompt_tokens.
 
     Raises ConfigError if no training question is left, or if the run evaluates and fewer than two held-out questions
     are left.

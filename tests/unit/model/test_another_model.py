@@ -24,7 +24,7 @@ from qerl_lab.train.run import build_session
 from qerl_lab.train.stop import Stop
 from run_directories import claimed
 
-OTHER = r"was the model of model\.hash=\w{12} when the run was composed, and is now that of \w{12}\. Put it back"
+OTHER = r"was the model of model\.hash=\w{12} when the run was composed, and is now the model of \w{12}\. Put it back"
 GONE = r"was the model of model\.hash=\w{12} when the run was composed, and is gone\. Put that model there; a link"
 
 
@@ -135,6 +135,8 @@ def test_a_base_that_is_dequantized_for_an_evaluation_has_no_hash(run: RunDirect
 
 def test_a_configuration_without_a_hash_is_taken_as_it_is(model: Path) -> None:
     """That of an older record, and of the tests and benchmarks that make their own. One with another hash is not."""
-    with pytest.raises(ConfigError, match=r"model\.hash=0{12} when the run was composed, and is now that of \w{12}\."):
+    with pytest.raises(
+        ConfigError, match=r"model\.hash=0{12} when the run was composed, and is now the model of \w{12}\."
+    ):
         check_content(RunConfig(model=ModelConfig(path=str(model), hash=12 * "0")))
     check_content(RunConfig(model=ModelConfig(path=str(model))))

@@ -229,7 +229,7 @@ def test_a_kl_that_no_sigma_has_is_said(tiny, state: dict[str, float], said: str
 def test_a_run_at_a_bound_says_so_and_goes_on(new_runs, capsys) -> None:
     runs = new_runs(**(KL | {"aqn__sigma_max": 0.11, "aqn__kl_end": 0.02}), steps=1)
     assert runs.run() == OK
-    assert "warning, step 1: no sigma was found whose KL is 0.02 nats" in capsys.readouterr().err
+    assert "warning, step 1: no sigma was found with a KL of 0.02 nats" in capsys.readouterr().err
     assert of(runs, "sigma") == [pytest.approx(0.11)]
     assert of(runs, "kl_solved")[0] < 0.02
 

@@ -1,6 +1,6 @@
 """Put the policy's adapter into vLLM: as dense products in vLLM's layers, or through vLLM's own LoRA.
 
-Either way vLLM holds exactly one adapter, in buffers whose addresses never change, because CUDA graphs contain them.
+Either way vLLM holds exactly one adapter, in buffers with fixed addresses, because CUDA graphs contain the addresses.
 """
 
 from contextlib import ExitStack

@@ -69,7 +69,7 @@ class Plan:
     """Parameters of a launch.
 
     Attributes:
-        rows: rows of x that the kernel variant takes, at least those of the call.
+        rows: rows of x that the kernel variant takes, at least as many as the call has.
         tile: 64-row blocks of W in a tile.
         groups: warpgroups that multiply, per thread block.
         pieces: thread blocks that share a tile, each with a range of K.

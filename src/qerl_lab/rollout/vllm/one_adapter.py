@@ -152,7 +152,7 @@ class OneAdapterConfig(QuantizationConfig):
         return super().get_cache_scale_mapper() if self.base is None else self.base.get_cache_scale_mapper()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Override vLLM's hook: return the method that computes `layer`, whose full name is `prefix`.
+        """Override vLLM's hook: return the method that computes `layer`; its full name is `prefix`.
 
         That is the method of `base`, wrapped in `OneAdapterMethod` if the layer has an adapter.
         """

@@ -1,7 +1,7 @@
 """Rollout engine on vLLM in the trainer's process: packed base and the policy's adapter, or all weights; noisy norms.
 
 Uses vLLM's documented interfaces only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
-`reset_prefix_cache`. The exception is logprob_scheduler.py, whose interface vLLM documents as not public.
+`reset_prefix_cache`. The exception is logprob_scheduler.py: vLLM documents the interface that it uses as not public.
 Tested by tests/unit/rollout/test_contract.py, and for every format by tests/gpu.
 """
 
@@ -119,7 +119,7 @@ class VllmEngine(Engine):
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
 
     def _find_norms(self) -> dict[str, nn.Parameter]:
-        """Return vLLM's parameters for the norms of `policy.norms`, by full layer name, as far as vLLM has them."""
+        """Return vLLM's parameters for the norms of `policy.norms`, by full layer name, without norms that it lacks."""
         weights = dict(self.model.named_parameters())
         return {name: weights[key] for name in self.policy.norms if (key := f"{name}.weight") in weights}
 
@@ -233,7 +233,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, adapter_ar
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"vLLM cannot serve model.path={cfg.model.path} in {cfg.format.name} here ({type(error).__name__}: "
-            f"{first_line(error)}). Type rollout=transformers, or change what it names."
+            f"{first_line(error)}). Type rollout=transformers, or change the setting that vLLM names."
         ) from error
 
 

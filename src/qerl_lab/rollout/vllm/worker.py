@@ -56,7 +56,7 @@ class NormWorker(Worker):
     def qerl_clear(self) -> None:
         """Zero the key-value cache, as it was when vLLM started. The caller must then reset the prefix cache.
 
-        A run whose weights became NaN leaves NaN in the cache. Attention of later runs multiplies it by zero, which
+        A run with NaN in its weights leaves NaN in the cache. Attention of later runs multiplies it by zero, which
         gives NaN again. `kv_caches` is undocumented; tests/unit/rollout/test_contract.py fails without it
         (`check_nan`).
         """
