@@ -23,7 +23,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
 
 IN_MEMORY = Path("/dev/shm")  # RAM, so that a copy never touches a disk
-RUN_FOLDERS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # a pattern; each process holds a lock on its folder
+RUN_FOLDERS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # glob pattern; each process holds a lock on its folder
 
 
 @contextmanager
