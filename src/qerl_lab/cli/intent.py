@@ -25,7 +25,7 @@ from qerl_lab.model import on_disk
 CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 
 
-class Variant(NamedTuple):
+class ConditionalKeys(NamedTuple):
     """Keys that have an effect only if a condition is met (see `keys.is_met`), and what to type to meet it."""
 
     keys: str  # separated by spaces; a name that ends with a dot covers all keys below
@@ -48,37 +48,37 @@ class Variant(NamedTuple):
         return any(key == name or (name[-1] == "." and key.startswith(name)) for name in self.keys.split())
 
 
-# If several rows with an unmet condition list a key, the error gives the last one as the reason.
-VARIANTS = (
-    *(Variant(f"format.{f.name}", f"format.name={name}", f"format={name}", f"+experiment={name}")
+# If several rows with an unmet condition list a key, the error gives the last row as the reason.
+CONDITIONAL_KEYS = (
+    *(ConditionalKeys(f"format.{f.name}", f"format.name={name}", f"format={name}", f"+experiment={name}")
       for f in fields(FormatConfig) if (name := f.metadata["only"])),
-    Variant("format.ignore format.dense_cache", "format.name!=bf16", "format=nvfp4", "+experiment=nvfp4"),
+    ConditionalKeys("format.ignore format.dense_cache", "format.name!=bf16", "format=nvfp4", "+experiment=nvfp4"),
     # Not aqn.norms: every run holds these norms in float32, and refuses a model that lacks one.
-    Variant(" ".join(f"aqn.{name}" for name in values_of(AqnConfig()) if name != "norms"), "aqn.schedule!=off",
+    ConditionalKeys(" ".join(f"aqn.{name}" for name in values_of(AqnConfig()) if name != "norms"), "aqn.schedule!=off",
             "aqn=exponential", "+experiment=nvfp4_aqn"),
-    Variant("aqn.sigma_end", "aqn.unit=sigma", "aqn=exponential", "+experiment=nvfp4_aqn"),
-    Variant("aqn.kl_start aqn.kl_end aqn.sigma_min aqn.sigma_max aqn.solver.", "aqn.unit=kl", "aqn=kl",
+    ConditionalKeys("aqn.sigma_end", "aqn.unit=sigma", "aqn=exponential", "+experiment=nvfp4_aqn"),
+    ConditionalKeys("aqn.kl_start aqn.kl_end aqn.sigma_min aqn.sigma_max aqn.solver.", "aqn.unit=kl", "aqn=kl",
             "+experiment=nvfp4_aqn_kl"),
-    Variant("aqn.kl_end aqn.stages aqn.reading aqn.solver.", "aqn.schedule!=adaptive", "aqn=kl",
+    ConditionalKeys("aqn.kl_end aqn.stages aqn.reading aqn.solver.", "aqn.schedule!=adaptive", "aqn=kl",
             "+experiment=nvfp4_aqn_kl"),
-    Variant("aqn.adaptive.", "aqn.schedule=adaptive", "aqn=adaptive", "+experiment=nvfp4_aqn_adaptive"),
-    *(Variant(f"task.{name}.", f"task.name={name}", f"task={name}")
+    ConditionalKeys("aqn.adaptive.", "aqn.schedule=adaptive", "aqn=adaptive", "+experiment=nvfp4_aqn_adaptive"),
+    *(ConditionalKeys(f"task.{name}.", f"task.name={name}", f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
-    Variant("task.format_reward_for", "task.format_reward!=0", "task.format_reward=0.2"),
-    Variant("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
-    *(Variant(key, f"rollout.engine={'|'.join(engines)}", f"rollout={engines[0]}")
+    ConditionalKeys("task.format_reward_for", "task.format_reward!=0", "task.format_reward=0.2"),
+    ConditionalKeys("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
+    *(ConditionalKeys(key, f"rollout.engine={'|'.join(engines)}", f"rollout={engines[0]}")
       for key, engines in ENGINE_KEYS.items()),
-    Variant("lora. rollout.vllm.lora", "lora.rank!=0", "lora=rank32"),
-    Variant("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
+    ConditionalKeys("lora. rollout.vllm.lora", "lora.rank!=0", "lora=rank32"),
+    ConditionalKeys("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
             "rollout.importance_correction=token_truncate"),
-    Variant("slurm", "launcher=slurm", "launcher=slurm"),
-    Variant("algorithm.max_resamples", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true"),
-    Variant("algorithm.kl_estimator", "algorithm.beta!=0", "algorithm.beta=0.001"),
-    Variant("algorithm.entropy_coef_step algorithm.entropy_coef_max", "algorithm.entropy_target!=null",
+    ConditionalKeys("slurm", "launcher=slurm", "launcher=slurm"),
+    ConditionalKeys("algorithm.max_resamples", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true"),
+    ConditionalKeys("algorithm.kl_estimator", "algorithm.beta!=0", "algorithm.beta=0.001"),
+    ConditionalKeys("algorithm.entropy_coef_step algorithm.entropy_coef_max", "algorithm.entropy_target!=null",
             "algorithm.entropy_target=0.2"),
-    Variant("eval.samples eval.samples_before", "eval.questions!=0", "eval.questions=256"),
-    Variant("eval.temperature eval.top_p", "eval.questions!=0 or eval.every!=0", "eval.questions=256"),
-    Variant("eval.subset_questions eval.subset_samples", "eval.every!=0", "eval.every=50"),
+    ConditionalKeys("eval.samples eval.samples_before", "eval.questions!=0", "eval.questions=256"),
+    ConditionalKeys("eval.temperature eval.top_p", "eval.questions!=0 or eval.every!=0", "eval.questions=256"),
+    ConditionalKeys("eval.subset_questions eval.subset_samples", "eval.every!=0", "eval.every=50"),
 )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
         if f"{group}.name" in typed:  # an option of these groups sets more than its name
             raise ConfigError(f"{group}.name={value} leaves out what belongs to it. Type {group}={value}.")
     if cfg.scale == POCKET and "scale" not in typed and cfg.model.path != POCKET:
-        on_disk.local_path(cfg.model.path)  # a path that is not there is the first thing to say
+        on_disk.local_path(cfg.model.path)  # raises for a missing path: that comes before advice on scales
         raise ConfigError(
             f"model.path={cfg.model.path} with scale={POCKET} would train it by the recipe of the embedded policy "
             f"(learning rate {cfg.optim.learning_rate:g}, {cfg.rollout.max_completion_tokens} tokens a completion). "
@@ -146,19 +146,19 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
         )
 
 
-def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
-    """Map each key that has no effect in this configuration to a `Variant` with the condition for an effect.
+def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
+    """Map each key without effect in this configuration to the row (`ConditionalKeys`) that says when it has one.
 
     If task.module is set, keys of task.* are left out, because the module may read them.
     """
-    values, found = values_of(cfg), dict[str, Variant]()
-    for variant in VARIANTS:
-        if not any(is_met(condition, values) for condition in variant.conditions):
-            found |= {key: variant for key in values if variant.has_key(key) and key not in variant.deciding_keys}
+    values, found = values_of(cfg), dict[str, ConditionalKeys]()
+    for row in CONDITIONAL_KEYS:
+        if not any(is_met(condition, values) for condition in row.conditions):
+            found |= {key: row for key in values if row.has_key(key) and key not in row.deciding_keys}
     path = cfg.model.path
     if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():
-        found["model.revision"] = Variant("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
-    return {key: variant for key, variant in found.items() if not (cfg.task.module and key.startswith("task."))}
+        found["model.revision"] = ConditionalKeys("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
+    return {key: row for key, row in found.items() if not (cfg.task.module and key.startswith("task."))}
 
 
 def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
@@ -173,10 +173,10 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
             is_shared = all(others.get(key) == words[key] for _, others in jobs)
             if is_shared and any(key not in of_job for of_job in inert):
                 continue
-            variant, where = inert[number][key], f"job {number}: " if len(jobs) > 1 else ""
-            remedy = variant.arm if variant.arm and cfg.experiment != RunConfig().experiment else variant.remedy
+            row, where = inert[number][key], f"job {number}: " if len(jobs) > 1 else ""
+            remedy = row.arm if row.arm and cfg.experiment != RunConfig().experiment else row.remedy
             values = values_of(cfg)
-            given = " and ".join(f"{other}={spell_value(values[other])}" for other in variant.deciding_keys)
+            given = " and ".join(f"{other}={spell_value(values[other])}" for other in row.deciding_keys)
             raise ConfigError(
                 f"{where}{key}={words[key]} does nothing in a run with {given}. "
                 f"Leave {key} out, or type for example {remedy}."
