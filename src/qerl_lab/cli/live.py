@@ -27,7 +27,8 @@ class JobProgress:
     def __init__(self, job: Job, words: str) -> None:
         self.number, self.steps, self.words = job.number, job.config.steps, words
         self.run, self.is_running = RunDirectory(job.run_dir), False
-        has_begun = job.begun and self.run.status != "not run"  # else it has only its directory
+        # A job runs once it has more sessions than before this command: any number if it has only its directory so far.
+        has_begun = job.begun and self.run.status != "not run"
         self._earlier_sessions = self._count_sessions() if has_begun else -1
         self.step, self.first, self.reward, self.eta = 0, 0, "-", "-"
         self.printed_tenth: int | None = None

@@ -72,8 +72,8 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
                 submitted = run_locally(sweep_jobs)
         with launch.handle_stop_signals(stop_jobs):
             progress = SweepProgress(plan.jobs, left, stop_file)
-            with submitted as outcomes:
-                _show_until_done(dict(zip(outcomes, left, strict=True)), progress, stop_file)
+            with submitted as futures:
+                _show_until_done(dict(zip(futures, left, strict=True)), progress, stop_file)
 
 
 def _show_until_done(waiting: dict[Any, Job], progress: SweepProgress, stop_file: Path) -> None:
@@ -83,16 +83,17 @@ def _show_until_done(waiting: dict[Any, Job], progress: SweepProgress, stop_file
     """
     while waiting:
         progress.update()
-        for outcome, job in list(waiting.items()):
-            if outcome.done():
-                error, message = outcome.exception(), ""
-                if error:  # of the lab or the cluster; a failed job returns a message
+        for future, job in list(waiting.items()):
+            if future.done():
+                if error := future.exception():  # of the lab or the cluster: a failed job returns a message
                     message = redact("".join(traceback.format_exception(error)).rstrip())
-                progress.end_job(job, message or outcome.result())
-                del waiting[outcome]
+                else:
+                    message = future.result()
+                progress.end_job(job, message)
+                del waiting[future]
             elif stop_file.exists() and not progress.is_running(job):
-                outcome.cancel()
-                del waiting[outcome]
+                future.cancel()
+                del waiting[future]
         time.sleep(LOOK_SECONDS[next(iter(waiting.values())).config.launcher] if waiting else 0)
     progress.close()
 
