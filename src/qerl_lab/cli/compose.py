@@ -60,9 +60,9 @@ class Plan:
 
     jobs: list[Job]
     directory: Path
-    directory_given: bool  # typed by the user, or found for an earlier sweep; kept if it exists
+    directory_is_fixed: bool  # the user typed it, or an earlier sweep has it; else NAME-2 is used if it exists
     multirun: bool
-    made: Path | None = None  # topmost folder that was created for `directory`, if any
+    topmost_created: Path | None = None  # first folder on the way down to `directory` that this command created
 
 
 @cache
@@ -102,20 +102,22 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     """
     typed = _typed_words(cfg.hydra.overrides.task)
     job = _checked_job(0, cfg, typed, loader)
-    others = {*OF_SWEEPS} - {"jobs_per_gpu"}  # which tells a run that others, started by hand, share its GPU
-    of_sweeps = [word for word in job.overrides if word.partition("=")[0] in others]
-    of_sweeps += [
+    # A single run may have jobs_per_gpu: it says that runs started by hand share the GPU.
+    sweep_keys = {*OF_SWEEPS} - {"jobs_per_gpu"}
+    only_for_sweeps = [word for word in job.overrides if word.partition("=")[0] in sweep_keys]
+    only_for_sweeps += [
         word for word in _typed_words(cfg.hydra.overrides.hydra) if word.lstrip("+").startswith("hydra.sweep.")
     ]
-    if of_sweeps:
+    if only_for_sweeps:
         raise ConfigError(
-            f"{of_sweeps[0]} is for sweeps, and this command runs one job. Leave it out, or add -m for a sweep of one."
+            f"{only_for_sweeps[0]} is for sweeps, and this command runs one job. "
+            "Leave it out, or add -m for a sweep of one."
         )
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(typed))])
     usual = f"runs/{job.config.experiment}/seed{job.config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(job.config.run_dir or usual).expanduser().absolute()
-    is_given = bool(job.config.run_dir)
-    return Plan([replace(job, run_dir=run_dir)], run_dir, directory_given=is_given, multirun=False)
+    is_typed = bool(job.config.run_dir)
+    return Plan([replace(job, run_dir=run_dir)], run_dir, directory_is_fixed=is_typed, multirun=False)
 
 
 def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
@@ -155,7 +157,7 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     intent.refuse_conflicting_jobs([job.config for job in jobs])
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])
     typed = intent.overrides_by_key(_typed_words(master.hydra.overrides.hydra))
-    return Plan(jobs, directory, directory_given="hydra.sweep.dir" in typed, multirun=True)
+    return Plan(jobs, directory, directory_is_fixed="hydra.sweep.dir" in typed, multirun=True)
 
 
 def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> Job:

@@ -32,22 +32,25 @@ def continue_sweep(plan: Plan) -> Plan:
     Raises ConfigError if, in a typed hydra.sweep.dir, the directory of a job holds a run that differs from the job.
     With rerun=true it raises ConfigError if that directory holds any run.
     """
-    is_new = not plan.multirun or plan.jobs[0].config.rerun
-    if not plan.directory_given:
-        for directory in () if is_new else sorted(plan.directory.parent.glob("*"), reverse=True):
-            jobs = [replace(job, begun=True) for job in _move_jobs(plan, directory)]
-            if all(map(_has_same_run, jobs)):
-                return replace(plan, jobs=jobs, directory=directory, directory_given=True)
-    if not plan.directory_given or not plan.multirun:
+    if not plan.multirun:
         return plan
-    jobs = []
-    for job in plan.jobs:
-        run = RunDirectory(job.run_dir)
-        if run.is_claimed and (is_new or not _has_same_run(job)):
-            other = "a run already" if is_new else "a run with another configuration or other questions"
-            raise ConfigError(f"{run.path} has {other}. Type another hydra.sweep.dir.")
-        jobs.append(replace(job, begun=run.is_claimed))
-    return replace(plan, jobs=jobs)
+    rerun = plan.jobs[0].config.rerun
+    if plan.directory_is_fixed:
+        jobs = []
+        for job in plan.jobs:
+            run = RunDirectory(job.run_dir)
+            if run.is_claimed and (rerun or not _has_same_run(job)):
+                other = "a run already" if rerun else "a run with another configuration or other questions"
+                raise ConfigError(f"{run.path} has {other}. Type another hydra.sweep.dir.")
+            jobs.append(replace(job, begun=run.is_claimed))
+        return replace(plan, jobs=jobs)
+    if rerun:
+        return plan
+    for directory in sorted(plan.directory.parent.glob("*"), reverse=True):
+        jobs = [replace(job, begun=True) for job in _move_jobs(plan, directory)]
+        if all(map(_has_same_run, jobs)):
+            return replace(plan, jobs=jobs, directory=directory, directory_is_fixed=True)
+    return plan
 
 
 def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
@@ -93,20 +96,22 @@ def plan_of_sweep(directory: Path) -> Plan | None:
     for number, path in enumerate(sorted(run_dirs, key=lambda path: by_numbers(str(path)))):
         run = RunDirectory(path)
         jobs.append(Job(number, run.overrides(), run.config(), path, begun=run.status != "not run"))
-    return Plan(jobs, directory, directory_given=True, multirun=True)
+    return Plan(jobs, directory, directory_is_fixed=True, multirun=True)
 
 
 def claim_directories(plan: Plan, command: str) -> Plan:
     """Create the run directories that do not exist yet; return the plan with the final paths.
 
-    If `plan.directory` already exists, the next free name (NAME-2) is used. But a directory that the user typed, or
-    that an earlier sweep has, is kept (`plan.directory_given`). `command` is the command line as the user typed it;
-    each new directory records it. Raises ConfigError if a directory is in use or cannot be created.
+    If `plan.directory` already exists, the next free name (NAME-2) is used, unless `plan.directory_is_fixed`. `command`
+    is the command line as the user typed it; each new directory records it. Raises ConfigError if a directory is in use
+    or cannot be created.
     """
-    above = reversed([plan.directory, *plan.directory.parents])
-    made = next((path for path in above if not os.path.exists(path)), None)  # Path.exists raises for a long name
-    directory = plan.directory if plan.directory_given else reserve_directory(plan.directory)
-    made = made or (None if plan.directory_given else directory)
+    top_down = [*reversed(plan.directory.parents), plan.directory]
+    missing = [path for path in top_down if not os.path.exists(path)]  # Path.exists raises for a long name
+    topmost_created, directory = missing[0] if missing else None, plan.directory
+    if not plan.directory_is_fixed:
+        directory = reserve_directory(plan.directory)
+        topmost_created = topmost_created or directory
     jobs = _move_jobs(plan, directory)
     sweep = sweep_name(directory) if plan.multirun else None
     with locked_sweep(directory) if plan.multirun else nullcontext():
@@ -114,7 +119,7 @@ def claim_directories(plan: Plan, command: str) -> Plan:
             run = RunDirectory(job.run_dir)
             if not run.is_claimed:
                 run.claim(replace(job.config, run_dir=str(run.path)), TypedCommand(command, job.overrides, sweep))
-    return replace(plan, jobs=jobs, directory=directory, made=made)
+    return replace(plan, jobs=jobs, directory=directory, topmost_created=topmost_created)
 
 
 def reserve_directory(wanted: Path) -> Path:

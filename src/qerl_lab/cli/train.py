@@ -103,8 +103,9 @@ class CheckJobs(Callback):
 def run(cfg: DictConfig) -> int:
     """Start the run that Hydra composed as `cfg`, and wait for its end. Hydra calls this.
 
-    Exits this process with the run's exit code. For a job of a sweep it returns the exit code instead. Jobs of
-    hydra/launcher=lab do not come here.
+    For a single run it checks the run, creates its directory, and exits this process with the run's exit code. For a
+    job of a sweep, which `CheckJobs` has checked, it returns the job's exit code. Hydra calls it for jobs only with
+    launchers other than hydra/launcher=lab, which starts jobs by itself.
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode != RunMode.MULTIRUN:
@@ -114,7 +115,7 @@ def run(cfg: DictConfig) -> int:
             _exit_if_no_override(hydra_config)
             plan = _check_and_claim(plan, is_here=True)
             directory = RunDirectory(plan.directory)
-            sys.exit(_print_unfinished(launch.start(directory, made=plan.made), directory))
+            sys.exit(_print_unfinished(launch.start(directory, topmost_created=plan.topmost_created), directory))
     directory = RunDirectory(Path(hydra_config.runtime.output_dir))
     words = list(hydra_config.overrides.task)
     typed = TypedCommand(
@@ -224,7 +225,8 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
     `typed` maps the keys that the user typed, `resume` and perhaps `steps` and `jobs_per_gpu`, to their values. Raises
     ConfigError if the run or sweep cannot continue, or if other keys or `flags` were typed.
     """
-    given, steps, sharing = unquoted(typed.pop("resume")), typed.pop("steps", None), typed.pop("jobs_per_gpu", None)
+    given = unquoted(typed.pop("resume"))
+    steps, jobs_per_gpu = typed.pop("steps", None), typed.pop("jobs_per_gpu", None)
     if others := [*flags, *(f"{key}={value}" for key, value in typed.items())]:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot be typed with it. "
@@ -233,8 +235,9 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         )
     if steps is not None and not steps.isdecimal():
         raise ConfigError(f"steps={steps} is not a whole number. Type for example steps=100.")
-    if sharing is not None:
-        number, field = int(sharing) if sharing.isdecimal() else sharing, field_of_key("jobs_per_gpu")
+    if jobs_per_gpu is not None:
+        number = int(jobs_per_gpu) if jobs_per_gpu.isdecimal() else jobs_per_gpu
+        field = field_of_key("jobs_per_gpu")
         check_type("jobs_per_gpu", field, number)
         check_bounds("jobs_per_gpu", field.metadata, number)
     directory = Path(given).expanduser().absolute()
@@ -242,9 +245,9 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
     if plan := jobs.plan_of_sweep(directory):
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
-        if sharing is not None:
+        if jobs_per_gpu is not None:
             raise ConfigError(
-                f"jobs_per_gpu={sharing} is for one run here, and resume={directory} is a sweep. "
+                f"jobs_per_gpu={jobs_per_gpu} is for one run here, and resume={directory} is a sweep. "
                 "Type the line that began the sweep, with this jobs_per_gpu."
             )
         plan = _check_jobs(plan, is_here=plan.jobs[0].config.launcher == "local")
@@ -270,8 +273,8 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         )
     else:
         preflight.check(run.config(), directory)
-    if sharing is not None:
-        run.share_gpu(int(sharing))
+    if jobs_per_gpu is not None:
+        run.share_gpu(int(jobs_per_gpu))
     return _print_unfinished(launch.start(run, TypedCommand(command)), run)
 
 
@@ -292,7 +295,7 @@ def _check_and_claim(plan: Plan, *, is_here: bool) -> Plan:
     """
     is_dry = any(job.config.dry_run for job in plan.jobs)
     plan = _check_jobs(jobs.continue_sweep(plan), is_here=is_here, is_dry=is_dry)
-    if plan.directory_given and not plan.multirun:
+    if plan.directory_is_fixed and not plan.multirun:
         RunDirectory(plan.directory).refuse_used()
     if is_dry:
         print(manual.dry_run_table(plan))
