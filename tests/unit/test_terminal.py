@@ -37,7 +37,7 @@ class Terminal(io.StringIO):
 
 
 def test_an_evaluation_shows_a_few_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.Amount("held-out questions before training", 2000, unit="completion") as bar:
+    with terminal.ProgressBar("held-out questions before training", 2000, unit="completion") as bar:
         for _ in range(100):
             clock[0] += 1.5
             bar.advance(20)
@@ -47,21 +47,21 @@ def test_an_evaluation_shows_a_few_lines(clock: list[float], capsys: pytest.Capt
 
 
 def test_a_short_evaluation_shows_none(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.Amount("held-out questions", 8, unit="completion") as bar:
+    with terminal.ProgressBar("held-out questions", 8, unit="completion") as bar:
         bar.advance(8)
     assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
-    with terminal.Amount("held-out questions", 8, unit="completion") as bar:
+    with terminal.ProgressBar("held-out questions", 8, unit="completion") as bar:
         bar.advance(8)
     assert re.search(r"held-out questions: 100%.* 8/8 ", screen.getvalue())
 
 
 def test_an_error_closes_the_bar_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    progress = terminal.Progress(10, 0)
+    progress = terminal.TrainingProgress(10, 0)
     assert progress.bar is not None
     assert not progress.bar.disable
     with pytest.raises(RuntimeError), progress:
@@ -70,11 +70,11 @@ def test_an_error_closes_the_bar_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_run_says_how_far_it_is(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    bar = terminal.Progress(10, 0)
+    bar = terminal.TrainingProgress(10, 0)
     clock[0] += 1
     bar.show(1, METRICS)
     assert capsys.readouterr().err.startswith("step 1/10, ETA 00:09, reward 0.50")
-    with terminal.Amount("held-out questions", 10, unit="completion") as amount:
+    with terminal.ProgressBar("held-out questions", 10, unit="completion") as amount:
         clock[0] += 2
         amount.advance(5)
     assert capsys.readouterr().err.startswith("held-out questions: 5/10 completions")

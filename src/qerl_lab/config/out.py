@@ -5,7 +5,7 @@ from pathlib import Path
 from qerl_lab.config.option import ConfigError
 
 
-class Writes:
+class OutputOptions:
     """Base class for the options of a command that writes a directory `out`."""
 
     out: str
@@ -16,14 +16,14 @@ class Writes:
         return Path(self.out).expanduser().absolute()
 
 
-def check_apart(options: Writes, model: str) -> None:
+def check_apart(options: OutputOptions, model: str) -> None:
     """Raise ConfigError if the directory `out` contains the local path `model`, or lies in it. Accepts any hub id."""
     source, out = Path(model).expanduser().resolve(), options.folder.resolve()
     if source.exists() and (source.is_relative_to(out) or out.is_relative_to(source)):
         raise ConfigError(f"out={options.out} and model={model} lie within each other. Type an out beside the model.")
 
 
-def check_free(options: Writes, overwrite: bool, record: str) -> None:
+def check_free(options: OutputOptions, overwrite: bool, record: str) -> None:
     """Raise ConfigError if `out` exists, unless `overwrite` is set and this command wrote `out`.
 
     `record` is the name of the file that the command leaves in its output (see `records`).

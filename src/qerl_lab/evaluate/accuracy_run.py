@@ -157,7 +157,7 @@ def answer_missing_parts(
     completions = {file: len(questions) * samples[task.name] for file, (task, _, questions) in parts.items()}
     answered = {file: count for file, count in completions.items() if unfinished.has(file)}
     total, ready = sum(completions.values()), sum(answered.values())
-    with terminal.Amount(f"{engine} engine", total, ready, unit="completion") as bar:
+    with terminal.ProgressBar(f"{engine} engine", total, ready, unit="completion") as bar:
         for file, (task, number, questions) in parts.items():
             if file in answered:
                 continue

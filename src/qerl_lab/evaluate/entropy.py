@@ -96,7 +96,7 @@ def run(options: EntropyOptions) -> None:
     texts = sample_texts(options, device)
     print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
     rows = [{"arm": "dense", **estimates(texts.entropies_T, texts)}]
-    with terminal.Amount("models", len(arms), unit="model") as bar:
+    with terminal.ProgressBar("models", len(arms), unit="model") as bar:
         for arm in arms:
             rows.append(measure_arm(arm, texts, folder))
             bar.advance(1)

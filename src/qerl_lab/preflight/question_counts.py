@@ -35,9 +35,9 @@ def check(cfg: RunConfig) -> list[str]:
     if not are_questions_here(cfg):
         return said
     if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
-        return note_cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
+        return check_counts(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
     found = _load_task(json.dumps(asdict(cfg.task)))
-    return [*said, *found.warnings, *note_cut_questions(cfg, len(found.train), len(found.heldout))]
+    return [*said, *found.warnings, *check_counts(cfg, len(found.train), len(found.heldout))]
 
 
 def recorded_questions(cfg: RunConfig) -> Mapping[str, Any]:
@@ -61,11 +61,11 @@ def _load_task(task: str) -> tasks.Task:
     return tasks.load(build_config({"task": json.loads(task)}).task)
 
 
-def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
-    """Return a note for each setting that asks for more questions than exist.
+def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
+    """Check that a run has enough of `train` and `heldout`, the numbers of its training and held-out questions.
 
-    `train` and `heldout` are the numbers of questions that exist. Raises ConfigError if there is none to train on, or
-    an evaluation has fewer than two.
+    Returns a note for each setting that asks for more questions than exist. Raises ConfigError if there is none to
+    train on, or if an evaluation has fewer than two.
     """
     more = "a larger task.arithmetic.max_operand" if cfg.task.name == "arithmetic" else "another task.path"
     keys = [f"task.{key}={given}" for key in ("module", "path") if (given := getattr(cfg.task, key))]

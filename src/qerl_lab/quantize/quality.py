@@ -49,7 +49,7 @@ def measure(
     weight_format = formats.build(options.format_config())
     sizes = {name: dense.bytes(f"{name}.weight") for name in linears}
     layers = []
-    with terminal.Amount("comparing weights", sum(sizes.values())) as bar:
+    with terminal.ProgressBar("comparing weights", sum(sizes.values())) as bar:
         for name in linears:
             layers.append(measure_layer(weight_format, dense, packed, name, device, fit_scales=fit_scales))
             bar.advance(sizes[name])

@@ -6,7 +6,7 @@ from typing import Any
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, did_you_mean, option
-from qerl_lab.config.out import Writes, check_apart, check_free
+from qerl_lab.config.out import OutputOptions, check_apart, check_free
 from qerl_lab.config.records import METHODS, QUALITY
 from qerl_lab.config.rules import check_patterns
 from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, FormatConfig, ModelConfig
@@ -26,7 +26,7 @@ def same_as(schema: type, name: str) -> Any:
 
 
 @dataclass
-class QuantizeOptions(Writes):
+class QuantizeOptions(OutputOptions):
     model: str = option(
         "", "dense model to quantize: Hugging Face id, local directory, FILE.gguf, or `pocket`; required"
     )

@@ -45,7 +45,7 @@ def write(
         max_shard_size=int(shard_bytes),
     )  # fmt: skip
     total = sum(source.bytes(name) for name in source.names)
-    with terminal.Amount(f"{weight_format.NAME}, round to nearest", total) as bar:
+    with terminal.ProgressBar(f"{weight_format.NAME}, round to nearest", total) as bar:
         for file, first_names in split.filename_to_tensors.items():
             packed: dict[str, Tensor] = {}
             for unit in (units[name] for name in first_names):

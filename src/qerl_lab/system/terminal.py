@@ -24,11 +24,10 @@ SHOWN = {  # metric -> label and format on the bar
 LINES = 10  # lines printed per run if there is no terminal
 
 
-class Amount:
+class ProgressBar:
     """Context manager that shows progress and ETA: on a terminal a bar, elsewhere a printed line at each tenth.
 
-    The work has `total` units; `done` of them were complete before. `unit` is the name of a unit in the singular; `B`
-    stands for bytes.
+    The work has `total` units, of which `done` were complete before. `unit` names one unit; `B` stands for bytes.
     """
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
@@ -66,8 +65,8 @@ class Amount:
         print(", ".join(filter(None, (amount, f"ETA {eta}", status))), file=sys.stderr, flush=True)
 
 
-class Progress(Amount):
-    """Show step, ETA, reward, entropy, sigma and rollout tokens/s of a training run.
+class TrainingProgress(ProgressBar):
+    """Progress bar of a training run: show step, ETA, reward, entropy, sigma and rollout tokens/s.
 
     `steps` is the number of steps of the whole run, `done` how many of them earlier sessions completed.
     """

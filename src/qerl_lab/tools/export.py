@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qerl_lab.cli.grammar import Command
 from qerl_lab.config.option import ConfigError, option
-from qerl_lab.config.out import Writes, check_free
+from qerl_lab.config.out import OutputOptions, check_free
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
@@ -30,7 +30,7 @@ KEPT_PACKED = ("nvfp4", "mxfp4")  # compressed-tensors keeps these layers withou
 
 
 @dataclass
-class ExportOptions(Writes):
+class ExportOptions(OutputOptions):
     run: str = option("", "directory of a finished run; required, the key may be left out")
     out: str = option("", "directory to write; required")
     merged: bool = option(False, "write one model that holds base and adapter; false writes the adapter alone")

@@ -208,7 +208,7 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     runs: dict[str, Planned] = {}
     folder, words = path.parent, content.get("words", [])
     claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
-    with terminal.Amount("composing the runs", len(parts), unit="part") as bar:  # takes ten seconds for 300 runs
+    with terminal.ProgressBar("composing the runs", len(parts), unit="part") as bar:  # takes ten seconds for 300 runs
         for part in parts:
             for run in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
                 known = runs.setdefault(run.key, run)

@@ -17,7 +17,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP, Command
 from qerl_lab.config.keys import field_of_key
 from qerl_lab.config.option import ConfigError, check_bounds, option, require_package
-from qerl_lab.config.out import Writes
+from qerl_lab.config.out import OutputOptions
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory
@@ -35,7 +35,7 @@ Ranges = dict[str, tuple[float, float]]
 
 
 @dataclass
-class SearchOptions(Writes):
+class SearchOptions(OutputOptions):
     out: str = option("", "directory of the search: its study, and a sweep for each trial; required")
     objective: str = option(
         "reward", "reward: mean over all steps, without evaluation; accuracy: of the held-out questions after training",

@@ -20,7 +20,7 @@ from qerl_lab.cli.grammar import Command
 from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError, option
-from qerl_lab.config.out import Writes, check_apart, check_free
+from qerl_lab.config.out import OutputOptions, check_apart, check_free
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import WARMUP
 from qerl_lab.config.redact import redact_and_join
@@ -46,7 +46,7 @@ Rows = list[dict[str, list[int]]]
 
 
 @dataclass
-class WarmupOptions(Writes):
+class WarmupOptions(OutputOptions):
     model: str = option("", "model to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     task: str = option("gsm8k", "task with worked solutions, which are taught", choices=("arithmetic", "gsm8k"))

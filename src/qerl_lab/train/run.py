@@ -159,7 +159,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # for a model just downloaded
     task = tasks.load(cfg.task)
     directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
-    notes = [*task.warnings, *question_counts.note_cut_questions(cfg, len(task.train), len(task.heldout))]
+    notes = [*task.warnings, *question_counts.check_counts(cfg, len(task.train), len(task.heldout))]
     if question_counts.are_questions_here(cfg):  # then the command has printed them, before it started this process
         notes = []
     directory.refuse_other_device(device.type)
@@ -239,7 +239,7 @@ def ask_own_share(session: Session, questions: int, samples: int, when: str) -> 
     if not share:
         return None
     session.engine.sync(aqn.CLEAN)
-    with terminal.Amount(f"held-out questions {when}", completions_of_all, unit="completion") as bar:
+    with terminal.ProgressBar(f"held-out questions {when}", completions_of_all, unit="completion") as bar:
 
         def advance(completions: int) -> None:  # rank 0's progress bar extrapolates to all ranks
             bar.advance(min(completions * session.ranks.size, completions_of_all - bar.now))
@@ -284,7 +284,7 @@ def train(session: Session) -> None:
     trainer.after_step = evaluate_after_step
     with ExitStack() as shown:
         if tracker:
-            bar = shown.enter_context(terminal.Progress(cfg.steps, session.resumed_from))
+            bar = shown.enter_context(terminal.TrainingProgress(cfg.steps, session.resumed_from))
             record_steps(session, tracker, trainer, bar)
         if saved:
             policy.load_trained(saved.path)  # only now: the trainer may copy the initial adapter as KL reference
@@ -292,7 +292,7 @@ def train(session: Session) -> None:
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
 
-def record_steps(session: Session, tracker: Tracker, trainer: LabTrainer, bar: terminal.Progress) -> None:
+def record_steps(session: Session, tracker: Tracker, trainer: LabTrainer, bar: terminal.TrainingProgress) -> None:
     """Let `trainer` record every step, show it on `bar` and warn of trouble, and store the settings in checkpoints."""
     directory = session.directory
     watch = health.Watch(session.cfg, [line["metrics"] for line in directory.metrics()])
