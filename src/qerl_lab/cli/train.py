@@ -258,11 +258,11 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         jobs.extend_run(run, int(steps))
     elif run.status == "done":
         made = run.config().steps
-        if (lost := run.lost_of_result()) and run.last_saved() == made:
-            unreadable = EVALUATIONS in lost and (directory / EVALUATIONS).exists()
+        if (damaged := run.damaged_result_files()) and run.last_saved() == made:
+            unreadable = EVALUATIONS in damaged and (directory / EVALUATIONS).exists()
             files = f"{DONE} and {EVALUATIONS}" if unreadable else DONE
             raise ConfigError(
-                f"resume={directory}: this run is finished, but {', '.join(map(' '.join, lost.items()))}. "
+                f"resume={directory}: this run is finished, but {', '.join(map(' '.join, damaged.items()))}. "
                 f"Move {files} out of its directory and type the same again: "
                 f"it writes its result again, from step {made}."
             )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from qerl_lab.config.schema import RunConfig
 
 OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu", "launcher", "slurm")  # how a sweep runs its jobs, not what a job does
-REGISTERED = ("preregistration", "preregistration_sha256")  # a preregistration does not change the run
+PREREGISTRATION = ("preregistration", "preregistration_sha256")  # a preregistration does not change the run
 NOT_OF_ARM = (
     "seed",
     "run_dir", "resume", "dry_run", *OF_SWEEPS,  # how the run is started; `is_of_arm` excludes tracking.* too
@@ -20,7 +20,7 @@ NOT_OF_ARM = (
     "rollout.vllm_server.tensor_parallel",
     "lora.start_from",  # lora.start_hash stands for its content
     "task.module",  # task.module_hash stands for its content
-    *REGISTERED,
+    *PREREGISTRATION,
     "experiment", "differs_in", "scale", "model.name",  # labels, which set nothing
 )  # fmt: skip
 
@@ -82,7 +82,7 @@ def as_recorded(cfg: Any) -> dict[str, str]:
 
 
 def is_of_arm(name: str) -> bool:
-    """Tell whether a dotted key defines an arm in every run; see `keys_of_arm` for the key that does so in some.
+    """Tell whether a dotted key defines an arm. checkpoint.every does so only with overlap, see `keys_of_arm`.
 
     True for model.path and also for model.hash; `model_by_content` drops one of the two.
     """
@@ -90,7 +90,7 @@ def is_of_arm(name: str) -> bool:
 
 
 def keys_of_arm(values: Mapping[str, Any]) -> set[str]:
-    """Return those keys of a run's settings (value, or its text, by dotted key) that define the run's arm.
+    """Return the dotted keys that define a run's arm. `values` maps the keys of the run to values, or to their text.
 
     With overlap checkpoint.every is one of them, because the step after a checkpoint is not sampled ahead.
     """

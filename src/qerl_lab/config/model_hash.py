@@ -13,9 +13,10 @@ BESIDE = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
-WHOLE = 4 * 2**20  # bytes: smaller weight files are read whole
-SMALL, PIECE = 64 * 2**10, 4 * 2**10  # bytes: smaller tensors are read whole; size of a sample from a larger one
-OF_A_TENSOR, OF_A_GGUF = 4, 1024  # number of samples
+MAX_WHOLE_FILE = 4 * 2**20  # bytes; weight files up to this size are read whole, larger ones in samples
+MAX_WHOLE_TENSOR = 64 * 2**10  # bytes; tensors of a large file up to this size are read whole
+SAMPLE_BYTES = 4 * 2**10
+SAMPLES_PER_TENSOR, SAMPLES_PER_GGUF = 4, 1024
 
 
 def model_hash(path: Path) -> str | None:
@@ -46,15 +47,15 @@ def model_hash(path: Path) -> str | None:
 def _hash_file(file: Path) -> str:
     """Return as hex digits the SHA-256 of a file's size, and of all of it or, if it is large, of samples."""
     size = file.stat().st_size
-    if size <= WHOLE or file.suffix not in (".safetensors", ".gguf"):
+    if size <= MAX_WHOLE_FILE or file.suffix not in (".safetensors", ".gguf"):
         parts = [(0, size)]
     elif file.suffix == ".gguf":
-        parts = _spread_samples(0, size, OF_A_GGUF)
+        parts = _spread_samples(0, size, SAMPLES_PER_GGUF)
     else:
         entries, begin = read_safetensors_header(file)
         parts = [(0, begin)]
         for start, end in sorted(entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"):
-            parts += _spread_samples(begin + start, begin + end, OF_A_TENSOR)
+            parts += _spread_samples(begin + start, begin + end, SAMPLES_PER_TENSOR)
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb", buffering=0) as opened:
         for start, length in parts:
@@ -66,12 +67,12 @@ def _hash_file(file: Path) -> str:
 def _spread_samples(start: int, end: int, count: int) -> list[tuple[int, int]]:
     """List (offset, length) in bytes of `count` samples of a file, evenly spread between offsets `start` and `end`.
 
-    A range of up to SMALL bytes is one sample.
+    A range of up to MAX_WHOLE_TENSOR bytes is one sample.
     """
-    if end - start <= SMALL:
+    if end - start <= MAX_WHOLE_TENSOR:
         return [(start, end - start)]
-    last = end - start - PIECE
-    return [(start + last * n // (count - 1), PIECE) for n in range(count)]
+    last = end - start - SAMPLE_BYTES
+    return [(start + last * n // (count - 1), SAMPLE_BYTES) for n in range(count)]
 
 
 def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:

@@ -70,7 +70,7 @@ def _check_hash(key: str, given: str | None, found: str, path: str) -> str:
     Raises ConfigError if the configuration gives another hash: `given` is the value of the key `key`, None if not set.
     """
     if given not in (None, found):
-        raise ConfigError(f"{key}={given} is not that of {path}, which is {found}. Leave {key} out.")
+        raise ConfigError(f"{key}={given} does not match {path}, which has {found}. Leave {key} out.")
     return found
 
 

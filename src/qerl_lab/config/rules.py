@@ -156,8 +156,9 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> None:
             continue
         (key, _, _), (other, allowed, is_excluded) = parse_condition(needs.given), parse_condition(needs.allowed)
         but = "anything but " if is_excluded else ""
-        is_arm = cfg.experiment != RunConfig().experiment  # which has its format
-        remedy = needs.remedy.replace("format=", "+experiment=") if is_arm else needs.remedy
+        remedy = needs.remedy
+        if cfg.experiment != RunConfig().experiment:  # an experiment fixes the format, so name another experiment
+            remedy = remedy.replace("format=", "+experiment=")
         raise ConfigError(
             f"{key}={spell_value(values[key])} with {other}={spell_value(values[other])} is not allowed, "
             f"because {needs.why}; allowed with it: {but}{', '.join(allowed)}. Type {remedy}."

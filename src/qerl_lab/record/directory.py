@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, fill_added_keys, flatten, values_of
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, PREREGISTRATION, fill_added_keys, flatten, values_of
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import FIELDS
 from qerl_lab.config.message import in_one_line, some_of
@@ -52,8 +52,9 @@ WRITTEN_IN_PLACE = ("", RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, "checkpo
 MARKS = (RESOLVED, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 HALF_A_LINE = "ends in half a line"
 PUT_BACK = "Put it back as it was (MLflow keeps it among the run's artifacts), or start a new run."
-PARTS = ("format.name", "aqn.schedule", "task.name", "algorithm.name", "rollout.engine")  # users add some of their own
-LEFT_BY_A_REFUSED_RUN = {RESOLVED, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
+# Keys that name a part of the lab. A user may add parts, so a record may name one that another installation lacks.
+PARTS = ("format.name", "aqn.schedule", "task.name", "algorithm.name", "rollout.engine")
+FILES_OF_A_REFUSED_RUN = {RESOLVED, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
 
 
 class RunDirectory:
@@ -202,27 +203,27 @@ class RunDirectory:
             return FAILURE
         return USAGE if ended_with == USAGE else FAILURE
 
-    def lost_of_result(self) -> dict[str, str]:
-        """Return the files of a finished run's result that are damaged or missing, each with what is wrong with it.
+    def damaged_result_files(self) -> dict[str, str]:
+        """Find damaged and missing files of a finished run's result; map the name of each to what is wrong with it.
 
-        Without DONE, a resumed run writes them again from its last checkpoint. Raises ConfigError if resolved.yaml is
-        damaged.
+        A resumed run writes them again from its last checkpoint, once DONE is moved away. Raises ConfigError if
+        resolved.yaml is damaged.
         """
-        lost, cfg = dict[str, str](), self.config()
+        damaged, cfg = dict[str, str](), self.config()
         try:
             self.result()
         except ConfigError:
-            lost[DONE] = "cannot be read"
+            damaged[DONE] = "cannot be read"
         try:
             self._check_evaluations(cfg.eval.questions > 0)
         except ConfigError:
-            lost[EVALUATIONS] = "is damaged" if (self.path / EVALUATIONS).exists() else "is missing"
+            damaged[EVALUATIONS] = "is damaged" if (self.path / EVALUATIONS).exists() else "is missing"
         trained = self.model / "config.json" if cfg.trains_all else self.adapter / WEIGHTS
         if not trained.is_file():
-            lost[str(trained.relative_to(self.path))] = "is missing"
+            damaged[str(trained.relative_to(self.path))] = "is missing"
         if METRICS_FILE.ends_in_half_a_line(self.path):
-            lost[METRICS_FILE.name] = HALF_A_LINE
-        return lost
+            damaged[METRICS_FILE.name] = HALF_A_LINE
+        return damaged
 
     def extend(self, cfg: RunConfig) -> None:
         """Prepare a finished run so that it continues up to step `cfg.steps` when it is resumed.
@@ -252,11 +253,11 @@ class RunDirectory:
         replace_file(self.path / RESOLVED, yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
     def discard(self, topmost: Path | None) -> None:
-        """Delete the files of a run that never started; do nothing if there are any but LEFT_BY_A_REFUSED_RUN.
+        """Delete the files of a run that never started; do nothing if there is a file beyond FILES_OF_A_REFUSED_RUN.
 
         Then delete the directory and its parents up to `topmost`, as far as they are empty; with None delete no folder.
         """
-        if {path.name for path in self.path.iterdir()} - LEFT_BY_A_REFUSED_RUN:
+        if {path.name for path in self.path.iterdir()} - FILES_OF_A_REFUSED_RUN:
             return
         for path in self.path.iterdir():
             path.unlink()
@@ -281,7 +282,7 @@ class RunDirectory:
             cfg = from_dict(values)
         except ConfigError as error:
             raise ConfigError(f"{path}: {_unknown_part(values) or error}") from None
-        known = {*dict(flatten(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
+        known = {*dict(flatten(values)), *OF_SWEEPS, *ADDED, *PREREGISTRATION, "model.hash"}
         lacking = [name for name in values_of(RunConfig()) if name not in known and not name.startswith("tracking.")]
         if lacking:
             raise ConfigError(
@@ -562,8 +563,8 @@ def is_run(files: Iterable[str]) -> bool:
 def _unknown_part(values: dict[str, Any]) -> str:
     """Say which part of the lab the run used that this installation lacks, e.g. its format; "" if it has all `PARTS`.
 
-    `values` are the nested values in resolved.yaml. The checks of a new run would advise another part, and the run
-    would be another one with it.
+    `values` are the nested values in resolved.yaml. The general checks would advise to choose another part, but with
+    another part this would not be the same run.
     """
     given = dict(flatten(values))
     for key in PARTS:

@@ -106,13 +106,13 @@ def _checked_questions(
         if len({question.id for question in found}) < len(found):
             raise ConfigError(f"{said} returned two questions of one id.")
         for question in found:
-            returned = f"{said} returned the question {question.id!r:.80}, whose"
+            returned = f"{said} returned the question {question.id!r:.80};"
             if not all(isinstance(text, str) for text in (question.id, question.prompt, question.answer)):
-                raise ConfigError(f"{returned} id, prompt and answer must be text.")
+                raise ConfigError(f"{returned} its id, prompt and answer must be text.")
             try:
                 json.dumps(dict(question.payload))
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"{returned} payload must be what JSON holds: {first_line(error)}.") from error
+                raise ConfigError(f"{returned} its payload must be what JSON holds: {first_line(error)}.") from error
         known = found if isinstance(found, Questions) else Questions(found)
         return Questions(known, known.left_out, [*known.notes, *notes])
 

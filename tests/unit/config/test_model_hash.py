@@ -70,7 +70,7 @@ def test_of_large_files_every_tensor_is_looked_at_and_small_ones_are_read_whole(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the pieces of a matrix nothing is seen, as the docstring says: that is what makes it fast."""
-    monkeypatch.setattr(module, "WHOLE", 1000)
+    monkeypatch.setattr(module, "MAX_WHOLE_FILE", 1000)
     file, found = model / "model-1.safetensors", [model_hash(model)]
     for at in (1, NORM, NORM // 2, NORM + 1, NORM + MATRIX, NORM + MATRIX // 3):  # the last is where a piece lies
         flip(file, at)

@@ -76,7 +76,7 @@ def test_a_run_records_the_hash_of_the_claims_that_it_is_to_test(here: Path) -> 
     assert with_absolute_paths(kept) == kept
     assert config_hash(kept) == config_hash(with_absolute_paths(RunConfig()))  # it makes no other arm
     (here / "claims.yaml").write_text("claims: [another]")
-    with pytest.raises(ConfigError, match=r"preregistration_sha256=.* is not that of"):
+    with pytest.raises(ConfigError, match=r"preregistration_sha256=.* does not match"):
         with_absolute_paths(kept)
     with pytest.raises(ConfigError, match=r"preregistration=none\.yaml is no file"):
         with_absolute_paths(RunConfig(preregistration="none.yaml"))

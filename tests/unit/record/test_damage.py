@@ -79,9 +79,9 @@ def test_what_a_finished_run_lost_of_its_result_is_listed(
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
     run.adapter.mkdir(exist_ok=True)
     (run.adapter / "adapter_model.safetensors").write_bytes(b"weights")
-    assert run.lost_of_result() == {}
+    assert run.damaged_result_files() == {}
     harm(run.path / name)
-    assert run.lost_of_result() == {name: said}
+    assert run.damaged_result_files() == {name: said}
 
 
 def test_a_run_that_goes_on_may_be_in_the_middle_of_a_line(tmp_path: Path) -> None:

@@ -135,9 +135,9 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
     (ONE + "def train(cfg): return [Question('a', 'A?', '1'), Question('a', 'B?', '1')]", "two questions of one id"),
     ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
     (ONE + "def train(cfg): return [Question('a', 7, '1')]",
-     "train(cfg) returned the question 'a', whose id, prompt and answer must be text."),
+     "train(cfg) returned the question 'a'; its id, prompt and answer must be text."),
     (ONE + "def heldout(cfg): return [Question('a', 'A?', '1', {'seen': {1}})]",
-     "heldout(cfg) returned the question 'a', whose payload must be what JSON holds: "),
+     "heldout(cfg) returned the question 'a'; its payload must be what JSON holds: "),
     (REWARD + "def weights(cfg): return None",
      "weights(cfg) must return a dict of a number for each part, and returned None."),
     (REWARD + "def weights(cfg): return {'format': 5.0}",
@@ -222,7 +222,7 @@ def test_a_path_is_kept_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("words", "said"), [
     ("task.module=nowhere.py", "nowhere.py is not there. Type the path of a Python file: task.module=FILE.py."),
     ("task.module=.", "is no Python file"), ("task.module=text.txt", "text.txt is no Python file"),
-    ("task.module=mine.py task.module_hash=abc", "task.module_hash=abc is not that of"),
+    ("task.module=mine.py task.module_hash=abc", "task.module_hash=abc does not match"),
 ])  # fmt: skip
 def test_words_that_name_no_file_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
