@@ -124,7 +124,7 @@ def train(recipe: Recipe, cfg: TaskConfig) -> tuple[Qwen2ForCausalLM, PreTrained
 def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tasks.Question]:
     """Yield arithmetic problems drawn from `rng` with worked solutions, without end. Leaves out held-out problems."""
     while True:
-        drawn = arithmetic.problem(rng, cfg)
+        drawn = arithmetic.draw_problem(rng, cfg)
         if not drawn.is_heldout:
             yield arithmetic.worked_question(rng, drawn)
 

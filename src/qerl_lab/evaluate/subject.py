@@ -39,7 +39,7 @@ LONGEST = 4096  # completion tokens for a model without a run, if its context al
 class Subject:
     """What to evaluate. `cfg` loads it and says how to ask it (`eval` and `rollout`)."""
 
-    said: str  # description for the user
+    description: str  # for the user, e.g. `run DIR, its base alone`
     cfg: RunConfig
     adapter: Path | None = None  # folder; None for a base alone, and for a run that trained all weights
     base: ModelConfig | None = None  # with lora=full the model before training; `cfg.model` is the trained one
@@ -98,16 +98,16 @@ def _resolve_run(options: AccuracyOptions) -> Subject:
     `adapter=false`, if the run is not finished.
     """
     directory = requested_run(options)
-    cfg, said, day = directory.config(), f"run {options.run}", directory.first_day()
+    cfg, description, day = directory.config(), f"run {options.run}", directory.first_day()
     on_disk.check_content(cfg)
     if not options.adapter:
-        return Subject(f"{said}, its base alone", cfg, run_seed=cfg.seed, day=day)
+        return Subject(f"{description}, its base alone", cfg, run_seed=cfg.seed, day=day)
     arm = settings_of_arm(as_recorded(cfg))
     arm["training_sha256"] = directory.environment().get("data", {}).get("training_sha256", "")
     if cfg.trains_all:
         base, cfg.model = cfg.model, replace(cfg.model, path=str(directory.model), revision=None, hash=None)
-        return Subject(said, cfg, base=base, run_seed=cfg.seed, arm=arm, day=day)
-    return Subject(said, cfg, adapter=directory.adapter, run_seed=cfg.seed, arm=arm, day=day)
+        return Subject(description, cfg, base=base, run_seed=cfg.seed, arm=arm, day=day)
+    return Subject(description, cfg, adapter=directory.adapter, run_seed=cfg.seed, arm=arm, day=day)
 
 
 def _resolve_model(options: AccuracyOptions) -> Subject:
@@ -117,24 +117,24 @@ def _resolve_model(options: AccuracyOptions) -> Subject:
     is None. Raises ConfigError if the model is missing or has no chat template, or if it is packed in another format
     than `options.format`.
     """
-    cfg, said = RunConfig(), f"model={options.model}"
+    cfg, given = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
-    on_disk.check_files(folder, said)
-    on_disk.check_chat_template(folder, said)
+    on_disk.check_files(folder, given)
+    on_disk.check_chat_template(folder, given)
     cfg.model = replace(cfg.model, name=Path(options.model).name, path=options.model, revision=options.revision)
     cfg.format.name = options.format or DENSE_FORMAT
     if (stored := stored_as(folder)) is not None:
         cfg.format = packed_format(stored)
         if options.format not in (None, cfg.format.name):
             raise ConfigError(
-                f"{said} is packed in {cfg.format.name}, and format={options.format} was given. Leave format out, or "
+                f"{given} is packed in {cfg.format.name}, and format={options.format} was given. Leave format out, or "
                 "type the path of the dense model."
             )
     context = on_disk.context_tokens(read_json(folder / "config.json"))
     if context is not None:
         cfg.rollout.max_completion_tokens = options.max_completion_tokens or min(LONGEST, context // 2)
         cfg.rollout.max_prompt_tokens = context - cfg.rollout.max_completion_tokens  # what a completion leaves
-    return Subject(f"{said} in {cfg.format.name}", cfg, run_seed=options.seed or 0)
+    return Subject(f"{given} in {cfg.format.name}", cfg, run_seed=options.seed or 0)
 
 
 def packed_format(stored: PackedAs) -> FormatConfig:
@@ -190,15 +190,15 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
     return found
 
 
-def load_questions(cfg: TaskConfig, before: str) -> Task:
+def load_questions(cfg: TaskConfig, prefix: str) -> Task:
     """Load a task for evaluation. Raises ConfigError if the questions cannot be read.
 
-    The message names the option as typed on the command line, `before`, such as "benchmarks=gsm8k:".
+    `prefix` is what users type before a path of questions, such as "benchmarks=gsm8k:"; the message repeats it.
     """
     try:
         return tasks.load(cfg, training=None)
     except ConfigError as error:
-        raise error if cfg.module else reword_path_error(error, before) from error
+        raise error if cfg.module else reword_path_error(error, prefix) from error
 
 
 def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:

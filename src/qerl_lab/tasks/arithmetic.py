@@ -15,15 +15,15 @@ from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks.grading import grade_math as grade
 from qerl_lab.tasks.questions import Question, is_heldout
 
-__all__ = ["Problem", "grade", "heldout", "problem", "train", "worked", "worked_question", "worked_solution"]
+__all__ = ["Problem", "draw_problem", "grade", "heldout", "train", "worked", "worked_question", "worked_solution"]
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 4096, 1024
 PATIENCE = 10_000  # stop after this many draws, plus ten per known problem, without a new problem
 NAMES = ["Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gita", "Hugo"]
 THINGS = ["apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps"]
 GAINS = ["buys {} more", "finds {} more", "gets {} more", "wins {} more"]
-WAYS, WEIGHTS = ["in order", "any order", "together", "in the head"], [6, 1.5, 1, 1.5]
 LOSSES = ["gives away {}", "loses {}", "sells {}", "drops {}"]
+METHODS, WEIGHTS = ["in order", "any order", "together", "in the head"], [6, 1.5, 1, 1.5]  # of a worked solution
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Problem:
         return f"{story} How many {thing} does {name} have?"
 
 
-def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
+def draw_problem(rng: random.Random, cfg: TaskConfig) -> Problem:
     """Draw a problem of `min_steps` to `max_steps` changes; each number of changes is equally likely.
 
     Running totals stay between 0 and twice `max_operand`. All three limits are keys of `cfg.arithmetic`.
@@ -116,7 +116,7 @@ def _distinct(cfg: TaskConfig, of_heldout: bool) -> list[Problem]:
     count = HELDOUT_QUESTIONS if of_heldout else cfg.train_questions or TRAIN_QUESTIONS
     rng, found, since_new = random.Random(2510_11696), dict[Problem, None](), 0
     for _ in range(50 * count):
-        drawn, since_new = problem(rng, cfg), since_new + 1
+        drawn, since_new = draw_problem(rng, cfg), since_new + 1
         if drawn not in found and drawn.is_heldout == of_heldout:
             found[drawn], since_new = None, 0
         if len(found) == count or since_new == PATIENCE + 10 * len(found):
@@ -130,16 +130,16 @@ def worked_solution(rng: random.Random, problem: Problem) -> str:
     Because the solutions vary, a small model trained on them has output entropy like that of a real language model. The
     model also has something to explore, because its shorter solutions go wrong more often.
     """
-    way = rng.choices(WAYS, WEIGHTS)[0]
-    if way == "in the head":
+    method = rng.choices(METHODS, WEIGHTS)[0]
+    if method == "in the head":
         work = rng.choice(["in my head", "quick sum", "easy"]) + "."
-    elif way == "together" and len(problem.changes) > 2:  # the gains, the losses, then both sums
+    elif method == "together" and len(problem.changes) > 2:  # the gains, the losses, then both sums
         gains, losses = [c for c in problem.changes if c > 0], [-c for c in problem.changes if c < 0]
         sums = [_chain(rng, part[0], part[1:]) for part in (gains, losses) if len(part) > 1]
         work = " ".join([*sums, _chain(rng, problem.start, [c for c in (sum(gains), -sum(losses)) if c])])
     else:
         order = list(problem.changes)
-        while way == "any order":
+        while method == "any order":
             order = rng.sample(problem.changes, len(problem.changes))
             if all(problem.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):  # no total is below zero
                 break

@@ -64,7 +64,7 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 train, heldout = partial(_read, of_heldout=False), partial(_read, of_heldout=True)
 
 
-def program(completion: str) -> str | None:
+def extract_program(completion: str) -> str | None:
     """Return the program in the final answer: its last ``` block, or the whole answer if it has no such block.
 
     Blocks marked as Python come before blocks without a language, and these before all others. Returns None if the
@@ -88,17 +88,19 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
     """
     import numpy as np  # imported here, because checking a command does not need it
 
-    asked = [(program(text), question) for text, question in zip(texts, questions, strict=True)]
+    answers = [(extract_program(text), question) for text, question in zip(texts, questions, strict=True)]
     programs: dict[tuple[str | None, Question], code_sandbox.Program] = {}
-    for text, question in asked:
-        if text is not None:
-            of = question.payload
-            programs[text, question] = code_sandbox.Program(text, of["inputs"], of["seconds"], of["memory_mib"])
+    for code, question in answers:
+        if code is not None:
+            tests = question.payload
+            programs[code, question] = code_sandbox.Program(
+                code, tests["inputs"], tests["seconds"], tests["memory_mib"]
+            )
     outputs = dict(zip(programs, code_sandbox.run(list(programs.values())), strict=True))
     share = np.zeros(len(texts))
-    for n, (text, question) in enumerate(asked):
-        if text is not None:
-            pairs = zip(outputs[text, question], question.payload["outputs"], strict=True)
+    for n, (code, question) in enumerate(answers):
+        if code is not None:
+            pairs = zip(outputs[code, question], question.payload["outputs"], strict=True)
             share[n] = np.mean([output is not None and _lines(output) == _lines(known) for output, known in pairs])
     kept = np.array([keeps_format(text) for text in texts], np.float64)
     return {"format": kept, "answer": (share == 1).astype(np.float64), "tests": share}

@@ -55,7 +55,10 @@ ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE gives EPERM
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF instructions
 ARGUMENTS = 16  # byte offset of a call's arguments, of 8 bytes each, in the data that seccomp gives a filter
-READ_FILE, READ_DIR, ABI_1, WITHOUT_NETWORK, WITHOUT_SCOPE = 1 << 2, 1 << 3, (1 << 13) - 1, 4, 6
+READ_FILE, READ_DIR = 1 << 2, 1 << 3  # Landlock's rights to a file and to a folder
+# Landlock's file rights: all of its first version, and (bit, version that added it) of REFER, TRUNCATE, IOCTL_DEV.
+FIRST_RIGHTS, LATER_RIGHTS = (1 << 13) - 1, ((13, 2), (14, 3), (15, 5))
+NETWORK_SINCE, SCOPE_SINCE = 4, 6  # versions of Landlock that added rules for TCP, and for signals and sockets
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock calls, the same on every architecture
 PDEATHSIG, SECCOMP, NO_NEW_PRIVS = 1, 22, 38  # prctl options
 SIGKILL = 9
@@ -101,8 +104,8 @@ def allow_reading(files: list[str], listed: list[str]) -> None:
     the folders below it.
     """
     abi = _call("Landlock", CREATE_RULESET, 0, 0, 1)
-    handled = ABI_1 | sum(1 << bit for bit, since in ((13, 2), (14, 3), (15, 5)) if abi >= since)
-    attribute = pack("QQQ", handled, 3 * (abi >= WITHOUT_NETWORK), 3 * (abi >= WITHOUT_SCOPE))
+    handled = FIRST_RIGHTS | sum(1 << bit for bit, since in LATER_RIGHTS if abi >= since)
+    attribute = pack("QQQ", handled, 3 * (abi >= NETWORK_SINCE), 3 * (abi >= SCOPE_SINCE))
     ruleset = _call("Landlock", CREATE_RULESET, attribute, len(attribute), 0)
     rights = [(path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE) for path in files]
     for path, allowed in [*rights, *((path, READ_DIR) for path in listed)]:

@@ -125,25 +125,28 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
     return Questions(kept, [left_out])
 
 
-def is_local(path: str, before: str = "task.path=") -> bool:
+def is_local(path: str, prefix: str = "task.path=") -> bool:
     """Return True if `path` exists on this machine, and False if it can be an id on the hub.
 
-    Raises ConfigError if it is neither. `before` is the option as typed, which the error repeats.
+    Raises ConfigError if it is neither. `prefix` is what users type before the path; the message repeats it.
     """
     if (local := Path(path).expanduser()).exists():
         return True
     if local.suffix in SUFFIXES or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
         raise ConfigError(
-            f"{before}{path} is not there; allowed: a directory, a file (.jsonl, .parquet), or a hub id such as "
-            f"openai/gsm8k. Type {before}DIRECTORY."
+            f"{prefix}{path} is not there; allowed: a directory, a file (.jsonl, .parquet), or a hub id such as "
+            f"openai/gsm8k. Type {prefix}DIRECTORY."
         )
     return False
 
 
-def reword_path_error(error: ConfigError, before: str) -> ConfigError:
-    """Reword an error about task.path for a command that has an option `before`, e.g. "task_path=", and no columns."""
-    said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
-    return ConfigError(re.sub(r"Check task\.path .*", f"Check {before}PATH and the names of its columns.", said))
+def reword_path_error(error: ConfigError, prefix: str) -> ConfigError:
+    """Reword an error about task.path for a command in which users type `prefix`, e.g. "task_path=", before the path.
+
+    Such a command has no keys task.columns.*, so the new message does not propose them.
+    """
+    said = str(error).replace("Check task.path.", f"Check {prefix}PATH.").replace("task.path=", prefix)
+    return ConfigError(re.sub(r"Check task\.path .*", f"Check {prefix}PATH and the names of its columns.", said))
 
 
 def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located]:

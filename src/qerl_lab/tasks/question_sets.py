@@ -78,7 +78,7 @@ def _read_gsm8k(cfg: TaskConfig, make: Make, of_heldout: bool) -> Questions:
     """
     most, steps = cfg.gsm8k.max_steps, list[int]()
 
-    def short(id: str, row: Row) -> Question | None:
+    def make_if_short(id: str, row: Row) -> Question | None:
         question = make(id, row)  # first, so that a bad row is counted whatever its steps
         if most is None:
             return question
@@ -88,7 +88,7 @@ def _read_gsm8k(cfg: TaskConfig, make: Make, of_heldout: bool) -> Questions:
             raise BadRow(f"has no solution, and task.gsm8k.max_steps={most} counts its steps")
         return question if steps[-1] <= most else None
 
-    found = read(cfg, SOURCES["gsm8k"], of_heldout, short)
+    found = read(cfg, SOURCES["gsm8k"], of_heldout, make_if_short)
     if steps and not found:
         raise ConfigError(
             f"task.gsm8k.max_steps={most} leaves out all {len(steps):,} questions; the shortest solution has "
@@ -123,22 +123,23 @@ def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
     A note for the user counts these rows if task.path is set.
     """
-    levels, without = cfg.bigmath.levels, 0
+    levels, without_level = cfg.bigmath.levels, list[str]()
 
-    def make(id: str, row: Row) -> Question | None:
-        nonlocal without
-        without += "level" not in row.values
-        if levels == "all" or "level" not in row.values:
+    def make_if_chosen(id: str, row: Row) -> Question | None:
+        if "level" not in row.values:
+            without_level.append(id)
+            return _question_with_latex_answer(id, row)
+        if levels == "all":
             return _question_with_latex_answer(id, row)
         level = str(row.values["level"]).removeprefix("Level ").removesuffix(".0")  # 5.0: a numeric column with gaps
         if level not in ("1", "2", "3", "4", "5"):
             raise BadRow(f"has the level {level[:80]!r}; levels are 1 to 5")
         return _question_with_latex_answer(id, row) if level >= levels[0] else None
 
-    found = read(cfg, replace(SOURCES["bigmath"], hub_config=BIGMATH_CONFIGS[levels]), of_heldout, make)
-    if without and levels != "all" and cfg.path is not None:
+    found = read(cfg, replace(SOURCES["bigmath"], hub_config=BIGMATH_CONFIGS[levels]), of_heldout, make_if_chosen)
+    if without_level and levels != "all" and cfg.path is not None:
         found.notes.append(
-            f"{without:,} rows have no level, so that task.bigmath.levels={levels} left none of them out"
+            f"{len(without_level):,} rows have no level, so that task.bigmath.levels={levels} left none of them out"
         )
     return found
 

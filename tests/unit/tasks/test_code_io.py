@@ -68,7 +68,7 @@ def test_a_completion_earns_the_share_of_tests_and_all_of_them() -> None:
 def test_of_several_blocks_the_last_in_python_is_the_program(text: str) -> None:
     program = "print(int(input()) * 2)"
     blocks = {"python": f"```python\n{program}\n```", "unmarked": f"```\n{program}\n```"}
-    found = code_io.program(answer(text.format(program=program, **blocks)))
+    found = code_io.extract_program(answer(text.format(program=program, **blocks)))
     assert (found or "").strip() == program
 
 

@@ -43,7 +43,7 @@ def grade(texts, questions):
 
 def problems(cfg: TaskConfig, count: int) -> list[arithmetic.Problem]:
     rng = random.Random(0)
-    return [arithmetic.problem(rng, cfg) for _ in range(count)]
+    return [arithmetic.draw_problem(rng, cfg) for _ in range(count)]
 
 
 def earned(task: tasks.Task, completion: str, answer: str) -> float:

@@ -104,18 +104,21 @@ def _compare_nodes(left: Node, right: Node) -> bool:
     variables = names(left) | names(right)
     if not variables:
         return close(value(left, {}), value(right, {}))
-    agreed: dict[bool, list[bool]] = {True: [], False: []}
+    are_real_somewhere, complex_agree = False, list[bool]()
     for draw in range(POINTS):
         at = point(variables, draw)
         try:
             a, b = value(left, at), value(right, at)
         except Unreadable:  # undefined or too large at this point
             continue
-        both_real, agree = is_real(a) and is_real(b), close(a, b)
-        if both_real and not agree:
+        agree = close(a, b)
+        if not (is_real(a) and is_real(b)):
+            complex_agree.append(agree)
+        elif not agree:
             return False
-        agreed[both_real].append(agree)
-    return bool(agreed[True]) or (bool(agreed[False]) and all(agreed[False]))
+        else:
+            are_real_somewhere = True
+    return are_real_somewhere or (bool(complex_agree) and all(complex_agree))
 
 
 def _is_rounding_of(left: Node, right: Node) -> bool:
@@ -128,6 +131,7 @@ def _is_rounding_of(left: Node, right: Node) -> bool:
         places = _places(decimal)
         if places is not None and _places(exact) is None and not names(exact):
             number, exactly = value(decimal, {}), value(exact, {})
+            # The decimals of a fraction end if its denominator divides a power of ten.
             ends = isinstance(exactly, Fraction) and pow(10, exactly.denominator.bit_length(), exactly.denominator) == 0
             if not ends and is_finite(exactly):
                 return is_real(exactly) and values.is_rounded(number, exactly, places)
