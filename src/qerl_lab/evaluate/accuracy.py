@@ -81,7 +81,7 @@ class Evaluation:
 def evaluate(
     engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = do_nothing
 ) -> Evaluation:
-    """Sample and grade `samples` answers to each held-out question of a task whose index is in `part`.
+    """Sample and grade `samples` answers to each held-out question of a task with an index in `part`.
 
     `cfg` is the configuration of the training run. Uses the engine's current weights. The sampling seed is a hash of
     `cfg.seed` alone: all evaluations of a run, and all runs with the same seed, share it. The transformers engine adds

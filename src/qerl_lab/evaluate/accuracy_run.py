@@ -73,6 +73,7 @@ def run(options: AccuracyOptions) -> None:
     with Unfinished(out, identity, options.overwrite) as unfinished:
         # A dense base is asked once: its own engine is the common one.
         for engine in (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,):
+            # Both engines leave out the same questions, so one `too_long` is enough.
             too_long, seconds_of_engine = ask_engine(chosen, tasks, identity, engine, unfinished)
             seconds += seconds_of_engine
         write_results(options, chosen, tasks, identity, too_long, seconds, unfinished)
@@ -215,7 +216,7 @@ def write_results(
     about = {
         "schema": SCHEMA,
         "identity": identity,
-        "subject": chosen.said,
+        "subject": chosen.description,
         "model": {"path": cfg.model.path, "revision": cfg.model.revision},
         "run_seed": chosen.run_seed,
         "arm": chosen.arm,

@@ -3,7 +3,7 @@
 An arm is one configuration with all of its seeds. The module `summary` explains the engines "own" and "common".
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -58,8 +58,8 @@ class Difference:
         """Return (mean, low, high) of B - A, over questions, or over seeds and questions if there are several seeds."""
         if len(self.by_question) > 1:
             return over_seeds(self.by_question.to_numpy(), level)
-        after = self.by_question.iloc[0]
-        return paired_interval(0 * after, after, level)
+        change = self.by_question.iloc[0]
+        return paired_interval(0 * change, change, level)
 
     @property
     def p(self) -> float:
@@ -80,13 +80,14 @@ def run(a_path: str, b_path: str) -> None:
     """
     a, b = read_arm(a_path), read_arm(b_path)
     pairs, notes = pair_evaluations(a, b)
-    found = list(differences(pairs, notes))
+    groups, left_out = shared_groups(pairs)
+    found = list(differences(pairs, groups))
     for name, arm, path in (("A", a, a_path), ("B", b, b_path)):
         subject, seeds = next(iter(arm.values())).about["subject"], ", ".join(map(str, arm))
         where = "" if subject.endswith(f" {path}") else f" ({path})"
         print(f"{name}: {subject}{where}, seed{'s' if len(arm) > 1 else ''} {seeds}")
     print(f"\n{table(found)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
-    for note in notes:
+    for note in [*notes, *left_out]:
         print(f"note: {note}")
 
 
@@ -169,17 +170,40 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
     return pairs, list(dict.fromkeys(notes))
 
 
-def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
-    """Yield B - A in each measure, for every benchmark, engine and sampling that all evaluations in `pairs` have.
+def shared_groups(pairs: Pairs) -> tuple[list[Group], list[str]]:
+    """Return the groups (benchmark, engine, sampling) that all evaluations have, and notes on those left out.
+
+    The groups of one benchmark follow each other. If all bases are dense, only groups of the engine "own" are returned,
+    because both engines compute the same. Raises ConfigError if no group is in all evaluations.
+    """
+    notes = list[str]()
+    every = [rows_by_group(evaluated) for pair in pairs for evaluated in pair]
+    found = dict.fromkeys(group for rows in every for group in rows)
+    if all(evaluated.about["own_is_common"] for pair in pairs for evaluated in pair):
+        notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
+        found = dict.fromkeys(group for group in found if group[1] == OWN)
+    shared = [group for group in found if all(group in rows for rows in every)]
+    if not shared:
+        a, b = ("; ".join(", ".join(group) for group in rows) for rows in every[:2])
+        raise ConfigError(f"A has {a} and B {b}, so that they are no pairs. Evaluate B again as A was.")
+    for group in found:
+        if group not in shared:
+            advice = f"; type {COMMON}=true when you evaluate" if group[1] == COMMON else ""
+            notes.append(f"{', '.join(group)}: not in every evaluation, and left out{advice}")
+    benchmarks = [group[0] for group in shared]
+    return sorted(shared, key=lambda group: benchmarks.index(group[0])), notes
+
+
+def differences(pairs: Pairs, groups: Sequence[Group]) -> Iterator[Difference]:
+    """Yield B - A in each measure, for each of `groups` (from `shared_groups`).
 
     The first measure is accuracy. With several samples per question there is also pass@k, and answer entropy (nats) if
-    the completions were kept (`tools.queue` drops them). Appends to `notes` what is left out. Raises ConfigError if the
-    evaluations share nothing, or if A and B differ in questions, prompts, answers or numbers of samples.
+    the completions were kept (`tools.queue` drops them). Raises ConfigError if A and B differ in questions, prompts,
+    answers or numbers of samples.
     """
     groups_a = [rows_by_group(a) for a, _ in pairs]  # of each seed
     groups_b = [rows_by_group(b) for _, b in pairs]
-    is_dense = all(evaluated.about["own_is_common"] for pair in pairs for evaluated in pair)
-    for group in _shared_groups(groups_a, groups_b, is_dense, notes):
+    for group in groups:
         benchmark, engine, sampling = group
         rows_a, rows_b = [rows[group] for rows in groups_a], [rows[group] for rows in groups_b]
         for sides, (what, key) in product(zip(rows_a, rows_b, strict=True), PAIRED.items()):
@@ -190,7 +214,7 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
                     "Evaluate both alike."
                 )
         samples = int(rows_a[0]["draw"].max()) + 1
-        measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": summary.scores}
+        measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": summary.accuracies}
         measures |= {f"pass@{k}": partial(summary.pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
         if samples > 1 and all("completion" in rows for rows in [*rows_a, *rows_b]):
             measures["answer entropy"] = summary.answer_entropies
@@ -200,31 +224,6 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
             by_question = (values_b[values_a.columns] - values_a).reset_index(drop=True)
             mean_a, mean_b = float(values_a.to_numpy().mean()), float(values_b.to_numpy().mean())
             yield Difference(benchmark, engine, sampling, measure, mean_a, mean_b, by_question)
-
-
-def _shared_groups(
-    groups_a: list[RowsByGroup], groups_b: list[RowsByGroup], is_dense: bool, notes: list[str]
-) -> list[Group]:  # fmt: skip
-    """Return the groups that all evaluations have, benchmark by benchmark; append to `notes` which are left out.
-
-    If all bases are dense (`is_dense`), only groups of the engine "own" are returned. Raises ConfigError if no group is
-    in all evaluations.
-    """
-    every = [*groups_a, *groups_b]
-    found = dict.fromkeys(group for a, b in zip(groups_a, groups_b, strict=True) for group in [*a, *b])
-    if is_dense:
-        notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
-        found = dict.fromkeys(group for group in found if group[1] == OWN)
-    shared = [group for group in found if all(group in rows for rows in every)]
-    if not shared:
-        a, b = ("; ".join(", ".join(group) for group in rows) for rows in (groups_a[0], groups_b[0]))
-        raise ConfigError(f"A has {a} and B {b}, so that they are no pairs. Evaluate B again as A was.")
-    for group in found:
-        if group not in shared:
-            advice = f"; type {COMMON}=true when you evaluate" if group[1] == COMMON else ""
-            notes.append(f"{', '.join(group)}: not in every evaluation, and left out{advice}")
-    benchmarks = [group[0] for group in shared]
-    return sorted(shared, key=lambda group: benchmarks.index(group[0]))
 
 
 def rows_by_group(evaluated: Evaluated) -> RowsByGroup:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.model.policy import Policy
 
-CHUNK = 1024  # tokens whose float32 logits are in memory at once
+CHUNK = 1024  # most tokens with float32 logits in memory at once
 
 Pairs = list[tuple[list[int], list[int]]]  # token ids per text: context, and the tokens to compare
 

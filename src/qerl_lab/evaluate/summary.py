@@ -27,7 +27,7 @@ ROWS, ABOUT = "eval.parquet", "evaluation.json"
 GROUP = ["benchmark", "engine", "sampling"]  # columns of `rows` that say which answers are summarized together
 
 
-def scores(rows: pd.DataFrame) -> pd.Series:
+def accuracies(rows: pd.DataFrame) -> pd.Series:
     """Return the mean accuracy of each question over its samples, by question id, in the order asked."""
     return rows.groupby("id", sort=False)["accuracy"].mean()
 
@@ -69,7 +69,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
     covers variation between questions and draws; `standard_error_of_draws`, with two or more samples, covers asking the
     same questions again. `answer_entropy`, in nats, is null with one sample.
     """
-    samples, of_questions = int(rows["draw"].max()) + 1, scores(rows)
+    samples, of_questions = int(rows["draw"].max()) + 1, accuracies(rows)
     mean, low, high = share_interval(of_questions.to_numpy(), samples)
     passes = {k: share_interval(pass_rates(rows, k).to_numpy(), samples) for k in powers_of_two(samples)}
     draws = rows.groupby("id", sort=False)["accuracy"].var(ddof=1) if samples > 1 else None

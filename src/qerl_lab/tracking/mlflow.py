@@ -2,7 +2,7 @@
 
 A point is the value of one metric, identified by name, step and time. MLflow cannot delete a point, so a step trained
 again after a kill has two points in MLflow; the later point is the one in metrics.jsonl. MLflow cannot change a
-parameter either. So an extended run, whose `steps` differ, gets a new MLflow run, and the MLflow run of the shorter
+parameter either. An extended run has more `steps`, so it gets a new MLflow run, and the MLflow run of the shorter
 training stays.
 """
 

@@ -110,7 +110,9 @@ def write(
 
 
 def compared(*folders: str) -> list[compare.Difference]:
-    return list(compare.differences(compare.pair_evaluations(*map(compare.read_arm, folders))[0], []))
+    pairs, _ = compare.pair_evaluations(*map(compare.read_arm, folders))
+    groups, _ = compare.shared_groups(pairs)
+    return list(compare.differences(pairs, groups))
 
 
 A, B = [[1, 0], [0, 0], [1, 1], [0, 1]], [[1, 1], [1, 0], [1, 1], [0, 0]]
@@ -139,7 +141,7 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
     pairs, notes = compare.pair_evaluations(*arms)
     assert [one.about["run_seed"] for one, _ in pairs] == [0, 1]
     assert notes == ["seeds [2, 3] are in one of the two only, and left out"]
-    accuracy = next(compare.differences(pairs, []))
+    accuracy = next(compare.differences(pairs, compare.shared_groups(pairs)[0]))
     expected = over_seeds(np.array([(values["b", seed] - values["a", seed]).mean(1) for seed in (0, 1)]))
     assert accuracy.interval() == pytest.approx(expected)
 
@@ -184,8 +186,9 @@ def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
 def of_engines(*sides: list[str]) -> tuple[list[str], list[str]]:
     """The engines that are compared, and the notes on them, of evaluations by seed on two sides."""
     arms = [{seed: one for folder in side for seed, one in compare.read_arm(folder).items()} for side in sides]
-    notes: list[str] = []
-    found = list(compare.differences(compare.pair_evaluations(*arms)[0], notes))
+    pairs, _ = compare.pair_evaluations(*arms)
+    groups, notes = compare.shared_groups(pairs)
+    found = list(compare.differences(pairs, groups))
     return [one.engine for one in found if one.measure == "accuracy"], notes
 
 
