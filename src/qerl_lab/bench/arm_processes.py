@@ -52,8 +52,8 @@ def prepare(options: AnyOptions) -> None:
                 raise ConfigError(
                     f"the arm {job.arm!r}: {error}. Type for example format.ignore=[lm_head,down_proj]."
                 ) from error
-    remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next call: of killed arms and runs
-    remove_leftovers(IN_MEMORY, RUN_FOLDERS)
+    remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks
+    remove_leftovers(IN_MEMORY, RUN_FOLDERS)  # of killed arms and runs
     needed, largest = max((random_model.size_of(architecture, job.packing), job.format) for job in checkpoints)
     free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # 2% for adapter and tokenizer
     if free < asked:
@@ -68,7 +68,7 @@ def run(options: AnyOptions) -> Iterator[Row]:
     architecture, device = ARCHITECTURES[options.model], policy.device_of("auto")
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         jobs = read_jobs(options, str(scratch))
-        for rank in {job.rank for job in jobs if job.benchmark != "train_step"}:  # which has new adapters
+        for rank in {job.rank for job in jobs if job.benchmark != "train_step"}:  # train_step makes its own adapters
             random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
         for folder, packing in {job.folder: job.packing for job in jobs}.items():
             mean_tokens, started = jobs[0].options.get("mean_tokens", 0), time.perf_counter()
@@ -101,8 +101,9 @@ def measure(job: Job, folder: Path) -> Iterator[Row]:
     codes: list[int | None] = [None]
     try:
         with log.open("w", encoding="utf-8") as out:
-            for rank in rank_variables(job.gpus):
-                processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | shown | rank))
+            for variables in rank_variables(job.gpus):
+                environment = os.environ | shown | variables
+                processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
         deadline = time.monotonic() + 60 * minutes
         while None in codes and not any(codes) and time.monotonic() < deadline:
             time.sleep(PAUSE)

@@ -20,6 +20,7 @@ from qerl_lab.config.units import GIB
 from qerl_lab.model.on_disk import cache_bytes_per_token
 
 BFLOAT16_BYTES = 2
+# Keys of the group `format` that change the files of a checkpoint.
 OF_CHECKPOINTS = ["ignore", *(field.name for field in fields(FormatConfig) if field.metadata["only"])]
 BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
@@ -47,10 +48,12 @@ class Job:
 
     @property
     def packing(self) -> FormatConfig:
-        """Return the weight format of the checkpoint, with the arm's options of it, such as format.activations.
+        """Return the settings that the arm's checkpoint depends on: the weight format and its options.
 
-        Leaves out other keys of the group. format.dense_cache changes no file, so that arms with it share a checkpoint.
-        The loader refuses a format.name other than the arm's, under which its rows would be listed.
+        Takes from the overrides only the keys OF_CHECKPOINTS. Other keys of the group `format` change no file, so arms
+        that differ in them, such as in format.dense_cache, share a checkpoint. An override of format.name does not
+        count either: rows are listed under the arm's format, so the checkpoint keeps it, and the loader refuses the
+        override.
         """
         own = {name: self.overrides[f"format.{name}"] for name in OF_CHECKPOINTS if f"format.{name}" in self.overrides}
         return FormatConfig(name=self.format, **own)
@@ -184,11 +187,14 @@ def check(options: AnyOptions) -> None:
                 f"{name}=[] leaves nothing to measure; allowed: one entry or more. Type for example {name}={example}, "
                 f"or leave {name} out."
             )
-    if isinstance(options, StepOptions) and (count := options.groups * options.group_size) % options.micro_batch:
-        raise ConfigError(
-            f"micro_batch={options.micro_batch} does not divide groups x group_size = {count}; allowed: a divisor. "
-            f"Type for example micro_batch={options.group_size}."
-        )
+    completions = None  # of a step, which all arms must share
+    if isinstance(options, StepOptions):
+        completions = options.groups * options.group_size
+        if completions % options.micro_batch:
+            raise ConfigError(
+                f"micro_batch={options.micro_batch} does not divide groups x group_size = {completions}; allowed: a "
+                f"divisor. Type for example micro_batch={options.group_size}."
+            )
     for job in read_jobs(options, options.scratch):
         if isinstance(options, RolloutOptions) and job.gpus != 1:
             raise ConfigError(
@@ -202,11 +208,11 @@ def check(options: AnyOptions) -> None:
             except ConfigError as error:
                 raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
             own = cfg.rollout.prompts_per_step * cfg.rollout.group_size
-            if isinstance(options, StepOptions) and own != count:
+            if completions is not None and own != completions:
                 raise ConfigError(
                     f"the arm {job.arm!r} has {own} completions in a step (rollout.prompts_per_step x "
-                    f"rollout.group_size); allowed: groups x group_size = {count}, because rows compare steps of the "
-                    "same size. Type groups=N and group_size=N for all arms."
+                    f"rollout.group_size); allowed: groups x group_size = {completions}, because rows compare "
+                    "steps of the same size. Type groups=N and group_size=N for all arms."
                 )
     if not Path(options.scratch).is_dir():
         raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")

@@ -118,7 +118,7 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
         about: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(trainer.model)}
         args = trainer.args
         trained = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        if not args.generation_batch_size == trained == completions:  # which `tokens` counts below
+        if not args.generation_batch_size == trained == completions:  # the count of tokens below relies on it
             raise RuntimeError(
                 f"a step samples {args.generation_batch_size} completions and trains {trained}, not {completions}"
             )
@@ -152,7 +152,7 @@ def gpu_share(job: Job) -> float:
 
 
 def make_task(job: Job) -> Task:
-    """Make a task of random questions, enough for a first step that does not count and for the job's measured steps.
+    """Make a task of random questions, enough for the job's measured steps and one step before, which does not count.
 
     Each question has `options["prompt"]` tokens. `alternate` grades the answers, because a random model answers nothing
     right and would get no gradient.
