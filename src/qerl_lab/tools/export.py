@@ -73,38 +73,38 @@ def export(options: ExportOptions) -> None:
     Raises ConfigError if an option cannot work, the run's base cannot be loaded or has changed, or the adapter is
     damaged.
     """
-    record = check(options)
+    run = check(options)
     with terminal.quiet_imports():
         from peft import LoraConfig
 
         from qerl_lab.model import policy
         from qerl_lab.model.weight_files import lab_records, local_folder
 
-    run = record.config()
-    on_disk.check_content(run)
-    path, base = run.model.path, local_folder(run.model.path, run.model.revision)
+    cfg = run.config()
+    on_disk.check_content(cfg)
+    path, base = cfg.model.path, local_folder(cfg.model.path, cfg.model.revision)
     is_on_hub = on_disk.local_path(path) is None and not gguf.is_gguf(path)
     about = {
-        "options": asdict(options), "run": str(record.path), "packages": installed_versions(PACKAGES),
-        "began_from": {"path": path, "revision": run.model.revision, "hash": run.model.hash, **lab_records(base)},
+        "options": asdict(options), "run": str(run.path), "packages": installed_versions(PACKAGES),
+        "began_from": {"path": path, "revision": cfg.model.revision, "hash": cfg.model.hash, **lab_records(base)},
     }  # fmt: skip
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
         out = unfinished.folder
-        (out / "README.md").write_text(card(options, run, record), encoding="utf-8")
-        (out / "run.yaml").write_text(record.config_text(), encoding="utf-8")
+        (out / "README.md").write_text(card(options, cfg, run), encoding="utf-8")
+        (out / "run.yaml").write_text(run.config_text(), encoding="utf-8")
         if options.merged:
-            write_dense(run, record.adapter, base, out, options.dtype, merged=True)
+            write_dense(cfg, run.adapter, base, out, options.dtype, merged=True)
         else:
-            policy.adapter_tensors(record.adapter)  # raises for damaged weights
-            shutil.copyfile(record.adapter / WEIGHTS, out / WEIGHTS)
-            settings, own = LoraConfig.from_pretrained(record.adapter), path if is_on_hub else str(base)
+            policy.adapter_tensors(run.adapter)  # raises for damaged weights
+            shutil.copyfile(run.adapter / WEIGHTS, out / WEIGHTS)
+            settings, own = LoraConfig.from_pretrained(run.adapter), path if is_on_hub else str(base)
             settings.base_model_name_or_path = str(options.folder / "base") if options.base else own
-            settings.revision = run.model.revision
+            settings.revision = cfg.model.revision
             settings.target_modules = sorted(settings.target_modules)  # PEFT keeps a set, which has no fixed order
             settings.save_pretrained(out)
         if options.base:
-            write_dense(run, record.adapter, base, out / "base", options.dtype, merged=False)
+            write_dense(cfg, run.adapter, base, out / "base", options.dtype, merged=False)
         files = sorted(file for file in out.rglob("*") if file.is_file() and file.name != JOURNAL)
         about["sha256"] = {str(file.relative_to(out)): sha256(file) for file in files}
         (out / EXPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -113,10 +113,10 @@ def export(options: ExportOptions) -> None:
     print(f"{what}: {terminal.format_path(options.folder)}  (README.md says how to load it and on which weights)")
 
 
-def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
+def write_dense(cfg: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
     """Write a run's base model, quantized as in the run and dequantized, to `out` for transformers.
 
-    `merged` adds `adapter` to the weights. `base` is the folder of the base model, for the tokenizer. Changes `run` in
+    `merged` adds `adapter` to the weights. `base` is the folder of the base model, for the tokenizer. Changes `cfg` in
     place, to merge in float32 on the CPU.
     """
     import torch
@@ -125,44 +125,44 @@ def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
     from qerl_lab.model.dense import dense_tensors, write_model
 
     dtype = getattr(torch, dtype_name)
-    run.format.dense_cache, run.model.dtype = "off", "float32"  # merge in float32
-    run.model.attention = "sdpa"  # attention never runs here, and another package may be missing
-    loaded = policy.build(run, torch.device("cpu"))
+    cfg.format.dense_cache, cfg.model.dtype = "off", "float32"  # merge in float32
+    cfg.model.attention = "sdpa"  # attention never runs here, and another package may be missing
+    loaded = policy.build(cfg, torch.device("cpu"))
     policy.load_adapter(loaded.model, adapter)
     write_model(dense_tensors(loaded, dtype, merged=merged), dtype, base, out)
 
 
-def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
+def card(options: ExportOptions, cfg: RunConfig, run: RunDirectory) -> str:
     """Return the text of the exported model's card, from model_card.md.j2: training, result, how to load the model."""
     from huggingface_hub import ModelCard, ModelCardData
 
     from qerl_lab.rollout.vllm.transfer import MAX_RANKS
 
-    path, result, env = run.model.path, record.result(), record.environment()
+    path, result, env = cfg.model.path, run.result(), run.environment()
     low, high = result.get("accuracy_gain_interval", (0.0, 0.0))
     data = ModelCardData(
         library_name="transformers" if options.merged else "peft",
         pipeline_tag="text-generation",
-        tags=["qerl-lab", "reinforcement-learning", run.algorithm.name, run.format.name],
+        tags=["qerl-lab", "reinforcement-learning", cfg.algorithm.name, cfg.format.name],
         base_model=None if gguf.is_gguf(path) or on_disk.local_path(path) is not None else path,
     )
     made = env.get("packages", {})
     return str(ModelCard.from_template(
         data, template_path=str(Path(__file__).with_name("model_card.md.j2")),
-        options=options, run=run, result=result, env=env, data=env.get("data") or {},
-        max_rank=next((allowed for allowed in MAX_RANKS if allowed >= run.lora.rank), run.lora.rank),
-        base_in_words=base_in_words(run),
+        options=options, cfg=cfg, result=result, env=env, data=env.get("data") or {},
+        max_rank=next((allowed for allowed in MAX_RANKS if allowed >= cfg.lora.rank), cfg.lora.rank),
+        base_in_words=base_in_words(cfg),
         base_is_packed=(
-            run.format.name in KEPT_PACKED and not options.base and path != POCKET and not gguf.is_gguf(path)
+            cfg.format.name in KEPT_PACKED and not options.base and path != POCKET and not gguf.is_gguf(path)
         ),
-        task=label(run.task),
-        part_of_task=subset_in_words(run.task.name, run.task.gsm8k.max_steps),
+        task=label(cfg.task),
+        part_of_task=subset_in_words(cfg.task.name, cfg.task.gsm8k.max_steps),
         interval=f"[{low:+.3f}, {high:+.3f}]" if high > low else "[no spread]",  # questions agree: no interval
         versions=", ".join(f"{name} {made[name]}" for name in PACKAGES if name in made),
     ))  # fmt: skip
 
 
-def base_in_words(run: RunConfig) -> str:
+def base_in_words(cfg: RunConfig) -> str:
     """Return a sentence for the model card on the base weights that the adapter is to be loaded on.
 
     If a command quantizes them, the sentence has the command.
@@ -171,14 +171,14 @@ def base_in_words(run: RunConfig) -> str:
     from qerl_lab.model.weight_files import local_folder
     from qerl_lab.rollout.vllm_server.server_command import quantize_line
 
-    path, name = run.model.path, run.format.name
-    revision = f" at revision {run.model.revision}" if run.model.revision else ""
+    path, name = cfg.model.path, cfg.format.name
+    revision = f" at revision {cfg.model.revision}" if cfg.model.revision else ""
     in_format = "" if name == DENSE_FORMAT else f" in {name}"
     if gguf.is_gguf(path) or path == POCKET:
         return f"the weights of `{path}`{in_format}, dense; an export with base=true holds them."
-    if name == DENSE_FORMAT or stored_as(local_folder(path, run.model.revision)) is not None:
+    if name == DENSE_FORMAT or stored_as(local_folder(path, cfg.model.revision)) is not None:
         return f"`{path}`{revision}."
-    line = quantize_line(run, "BASE")
+    line = quantize_line(cfg, "BASE")
     return f"`{path}`{revision}{in_format}, the weights that the adapter was trained on: `{line}`."
 
 

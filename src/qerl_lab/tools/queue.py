@@ -46,7 +46,7 @@ from qerl_lab.tools.queue_file import DONE, FAILED, PREREGISTRATION, Part, Plann
 
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
-LEFT_THERE = ("checkpoints", "adapter", "model", "curves.png")  # too large to transfer, or redrawn by the report
+NOT_PACKED = ("checkpoints", "adapter", "model", "curves.png")  # too large to transfer, or redrawn by the report
 DAMAGED = (ValueError, EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError)  # how reading a bad pack ends
 STAGGER_SECONDS = 30.0  # between the starts of runs on one GPU: engines that start at once compete for its memory
 START_SECONDS = 60.0  # start no run with less time left, because an engine needs about as long to start
@@ -168,17 +168,23 @@ def run(options: RunOptions) -> None:
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())
     to_make = list[Planned]()
-    for planned in queue.runs:
+    for planned in queue.runs:  # runs that are done, but lack evaluations, if the attempt in the ledger lies here
         if planned.part_in(parts) and queue.is_done(planned.key):
             row = machine.ended_row(planned)
             if row and row["state"] == DONE and queue.has(row) and queue_file.missing_evaluations(row):
-                to_make.append(planned)  # else it is whole, or another attempt counts
+                to_make.append(planned)
     for planned in waiting:
         row = machine.ended_row(planned)
-        if row is None or (queue_file.missing_evaluations(row) if row["state"] == DONE else queue.has(row)):
+        if row is None:
+            has_work = True
+        elif row["state"] == DONE:
+            has_work = queue_file.missing_evaluations(row) > 0
+        else:  # with this failure in the ledger the next attempt is due
+            has_work = queue.has(row)
+        if has_work:
             to_make.append(planned)
-        else:  # it ended here, and only its collection is missing
-            machine.pack(planned)  # again, because its pack may have been lost
+        else:  # it ended here and was not collected, perhaps because its pack was lost
+            machine.pack(planned)
 
     def stop(number: int, frame: FrameType | None) -> None:
         """Handle a signal: tell the threads to stop their runs, because the signal may reach this process alone."""
@@ -253,7 +259,7 @@ class Machine:
         start = time.time()
         code: int | None = OK
         if run.status != DONE:
-            words = [f"resume={run.path}", f"jobs_per_gpu={self.options.jobs}"]  # which may be another number now
+            words = [f"resume={run.path}", f"jobs_per_gpu={self.options.jobs}"]  # the run may have begun beside others
             if not run.is_claimed:
                 here = split_words(self.options.here, f"here={self.options.here}")
                 words = queue_file.join_overrides(here, self.options.part_of_gpu, planned.words)
@@ -262,12 +268,12 @@ class Machine:
             if code == USAGE and not run.is_claimed:
                 said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'the command printed nothing'}")
-        failed = run.status == FAILED and code in (FAILURE, USAGE)  # else FAILED may be of the attempt before
+        failed = run.status == FAILED and code in (FAILURE, USAGE)  # another code: FAILED is from an attempt before
         if run.status != DONE and not failed:
             return False
-        earlier = run.result().get("seconds", 0.0)  # of all sessions of the run
         trained = time.time()
-        self._write_row(planned, run, start, max(trained - start, earlier), 0)
+        training_seconds = max(trained - start, run.result().get("seconds", 0.0))  # the result counts all sessions
+        self._write_row(planned, run, start, training_seconds, 0)
         self.pack(planned)
         if run.status == DONE and planned.after:
 
@@ -280,8 +286,7 @@ class Machine:
 
             with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
                 evaluated = sum(side_by_side.map(evaluate, range(len(planned.after)), planned.after))
-            seconds = time.time() - trained + max(trained - start, earlier)
-            self._write_row(planned, run, start, seconds, evaluated)
+            self._write_row(planned, run, start, training_seconds + time.time() - trained, evaluated)
             self.pack(planned)
         return True
 
@@ -312,20 +317,20 @@ class Machine:
         """Return the file for the output of a run's commands: KEY.txt, beside the run's directory."""
         return self.run_folder(planned).with_suffix(".txt")
 
-    def _write_row(self, planned: Planned, run: RunDirectory, now: float, seconds: float, evaluated: int) -> None:
+    def _write_row(self, planned: Planned, run: RunDirectory, began: float, seconds: float, evaluated: int) -> None:
         """Write the run's row of the ledger into its directory, and copy the console file there.
 
-        `now` is the start of this attempt if it goes on after a failure, in Unix seconds; `seconds` is the time taken,
-        `evaluated` the number of evaluations that this command finished. Drops the texts of completions from the
-        evaluations' files.
+        `began` is when this command began to work on the run, in Unix seconds; `seconds` is the time taken, `evaluated`
+        the number of evaluations that this command finished. Drops the texts of completions from the evaluations'
+        files.
         """
         for file in run.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
         where: dict[str, Any] = run.environment()
-        start = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
+        start = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(began))  # of an attempt after a failed one
         if (before := self._last_row(planned)) is None:
             start = where.get("time", start)
-        elif before["state"] == DONE:
+        elif before["state"] == DONE:  # the attempt is the same, and has more evaluations now
             start = before["start"]
             evaluated = max(evaluated, int(before["evaluations"].partition(" of ")[0]))  # of an earlier command too
         trained = [file for file in (run.adapter / WEIGHTS, *run.model.glob("*.safetensors")) if file.exists()]
@@ -346,12 +351,12 @@ class Machine:
     def pack(self, planned: Planned) -> None:
         """Pack the record in a run's directory into KEY.tar.gz in the folder `options.pack`, atomically.
 
-        Leaves out the files in LEFT_THERE and unfinished evaluations.
+        Leaves out the files in NOT_PACKED and unfinished evaluations.
         """
         file = Path(self.options.pack) / f"{planned.key}.tar.gz"
         with tarfile.open(file.with_suffix(".tmp"), "w:gz") as packed:
             for path in sorted(self.run_folder(planned).iterdir()):
-                if path.name not in LEFT_THERE:
+                if path.name not in NOT_PACKED:
                     name = f"{planned.key}/{path.name}"
                     packed.add(path, name, filter=lambda at: None if ".partial" in at.name else at)
         file.with_suffix(".tmp").replace(file)
