@@ -87,7 +87,7 @@ def save_results(folder: str, out: str) -> None:
 
     found = comparison.read([Path(folder)])
     Path(out).mkdir(parents=True, exist_ok=True)
-    results.write(Path(out), results.frames(found.runs, found.damaged, found.arm_of))
+    results.write(Path(out), results.to_tables(found.runs, found.damaged, found.arm_of))
 
 
 def _rows(accuracy: list[float]) -> pd.DataFrame:

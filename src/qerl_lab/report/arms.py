@@ -10,7 +10,7 @@ from datetime import datetime
 from qerl_lab.config.conf_folder import matching_option
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import subset_in_words
-from qerl_lab.report.runs import ABSENT, CONTENT, PLACE, QUESTIONS, TASK, Arm, Run, normalize
+from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, TASK_PATH, Arm, Run, normalize
 
 NO_EXPERIMENT = RunConfig().experiment
 CHOICES = ("algorithm", "aqn")  # groups of conf/ in which one choice sets several keys
@@ -21,14 +21,15 @@ LONGEST = 48  # most characters of a value in a label; the longest path to the e
 
 
 def match_questions(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with task.path changed so that it tells whether two runs were asked the same questions.
+    """Return the runs with task.path changed, so that it tells whether two runs were asked the same questions.
 
-    Questions are compared by SHA-256. Runs with equal questions get the path seen first. If runs with equal `task.*`
-    settings had different questions, a hash of the questions is added to each path.
+    Questions are compared by the SHA-256 of the training and of the held-out questions. Runs with equal questions get
+    the path that comes first in `runs`. If runs with equal `task.*` settings had different questions, a hash of the
+    questions is added to each path.
 
-    Older records lack a SHA-256. If only the SHA-256 of the held-out questions is missing, it is taken from runs with
-    the same training questions. If both are missing, both are taken from runs with the same path. If the runs with the
-    same questions or path differ in the SHA-256, it stays missing.
+    Older records lack a SHA-256. A missing SHA-256 of the held-out questions is taken from runs with the same training
+    questions. If both are missing, both are taken from runs with the same path. If these runs disagree, it stays
+    missing, and the path stays as it is.
     """
     training = [run.origin.training_sha256 for run in runs]
     heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
@@ -36,21 +37,22 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
         f"{of_training}/{of_heldout}" if of_training else ""
         for of_training, of_heldout in zip(training, heldout, strict=True)
     ]
-    asked = _fill_blanks([run.value(QUESTIONS) for run in runs], recorded)
-    first, changes, matched = dict[str, str](), defaultdict[frozenset[tuple[str, str]], set[str]](set), []
+    hashes = _fill_blanks([run.value(TASK_PATH) for run in runs], recorded)  # of each run's questions; "" if unknown
+    first_path, matched = dict[str, str](), list[Run]()
+    hashes_of_task = defaultdict[frozenset[tuple[str, str]], set[str]](set)
 
     def task_settings(run: Run) -> frozenset[tuple[str, str]]:
         return frozenset(item for item in run.settings.items() if item[0].startswith("task."))
 
-    for run, own in zip(runs, asked, strict=True):
+    for run, own in zip(runs, hashes, strict=True):
         if own:
-            run = replace(run, settings={**run.settings, QUESTIONS: first.setdefault(own, run.value(QUESTIONS))})
-            changes[task_settings(run)].add(own)
+            run = replace(run, settings={**run.settings, TASK_PATH: first_path.setdefault(own, run.value(TASK_PATH))})
+            hashes_of_task[task_settings(run)].add(own)
         matched.append(run)
-    for n, (run, own) in enumerate(zip(matched, asked, strict=True)):
-        if own and len(changes[task_settings(run)]) > 1:
+    for n, (run, own) in enumerate(zip(matched, hashes, strict=True)):
+        if own and len(hashes_of_task[task_settings(run)]) > 1:
             mark = hashlib.sha256(own.encode()).hexdigest()[:6]
-            matched[n] = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
+            matched[n] = replace(run, settings={**run.settings, TASK_PATH: f"{run.value(TASK_PATH)} #{mark}"})
     return matched
 
 
@@ -111,7 +113,9 @@ def count_overlaps(runs: Sequence[Run]) -> list[Run]:
     for run in runs:
         option = "jobs" if run.value("device") == "cpu" else "jobs_per_gpu"
         options = re.findall(rf"\b{option}=(\d+)", f"{run.origin.command} {run.origin.configured}")
-        places = set(run.origin.place.split()) or {run.origin.machine if not options else ""} - {""}
+        places = set(run.origin.place.split())
+        if not places and not options and run.origin.machine:  # an older record
+            places = {run.origin.machine}
         begin = datetime.fromisoformat(run.origin.began).timestamp() if run.origin.began else run.ended
         spans.append((begin, run.ended - 1, places))  # - 1: starts are recorded in whole seconds, rounded down
         allowed.append(max(map(int, options), default=1))
@@ -149,11 +153,11 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
     The hash is redundant if each path has one hash and each hash one path, because readers know the path. Otherwise the
     path is redundant if all hashes are known and equal.
     """
-    pairs = {(run.value(PLACE), run.value(CONTENT)) for run in runs}
+    pairs = {(run.value(MODEL_PATH), run.value(MODEL_HASH)) for run in runs}
     places, contents = ({pair[n] for pair in pairs} for n in (0, 1))
-    redundant = PLACE if len(contents) == 1 and ABSENT not in contents else None
+    redundant = MODEL_PATH if len(contents) == 1 and ABSENT not in contents else None
     if len(places) == len(contents) == len(pairs):
-        redundant = CONTENT
+        redundant = MODEL_HASH
     known = sorted({key for run in runs for key in run.settings} - {redundant})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
 
@@ -198,14 +202,14 @@ def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
 
     `settings` holds the settings of each run.
     """
-    names = {of_run.get(TASK) for of_run in settings}
-    keys = {key for of_run in settings for key in of_run if key.startswith("task.") and key != TASK}
-    return {key for key in keys if len({(of_run.get(TASK), of_run.get(key)) for of_run in settings}) == len(names)}
+    names = {of_run.get(TASK_NAME) for of_run in settings}
+    keys = {key for of_run in settings for key in of_run if key.startswith("task.") and key != TASK_NAME}
+    return {key for key in keys if len({(of_run.get(TASK_NAME), of_run.get(key)) for of_run in settings}) == len(names)}
 
 
 def task_of(run: Run) -> str:
     """Return the name of a run's task, such as `gsm8k`; for a subset of questions `gsm8k with at most 2 steps`."""
-    name, most = run.value(TASK), run.value("task.gsm8k.max_steps")
+    name, most = run.value(TASK_NAME), run.value("task.gsm8k.max_steps")
     return name + subset_in_words(name, int(most) if most.isdigit() else None)
 
 
@@ -216,7 +220,7 @@ def format_setting(key: str, value: str) -> str:
     """
     if (key, value) == ("lora.rank", "0"):
         return "lora=full"
-    return f"{'task' if key == TASK else key}={shorten(value)}"
+    return f"{'task' if key == TASK_NAME else key}={shorten(value)}"
 
 
 def shorten(value: str) -> str:

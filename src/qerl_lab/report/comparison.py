@@ -14,7 +14,7 @@ from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
 from qerl_lab.report.arms import differing_keys, task_of
-from qerl_lab.report.runs import ABSENT, CONTENT, PLACE, TASK, Run
+from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, Run
 from qerl_lab.report.stats import SHARE, mean_of_arm
 from qerl_lab.report.table import mean_and_interval
 from qerl_lab.system.terminal import columns
@@ -85,10 +85,10 @@ def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
     """
     runs = arms.count_overlaps(arms.drop_copies(arms.fill_in_device(arms.match_questions(runs))))
     counted, left_out = arms.choose_runs(runs)
-    labels, by_arm = arms.labels(counted), dict[str, list[Run]]()
+    labels, runs_by_label = arms.labels(counted), dict[str, list[Run]]()
     for run in counted:
-        by_arm.setdefault(labels[run.arm], []).append(run)
-    return Comparison(by_arm, runs, damaged, [*left_out, *(f"{name}: {why}" for name, why in damaged.items())])
+        runs_by_label.setdefault(labels[run.arm], []).append(run)
+    return Comparison(runs_by_label, runs, damaged, [*left_out, *(f"{name}: {why}" for name, why in damaged.items())])
 
 
 # --- tables
@@ -223,9 +223,9 @@ def list_left_out(comparison: Comparison) -> str:
 
 def notes(comparison: Comparison) -> list[str]:
     """List, as sentences, what may spoil a comparison, such as mixed machines, versions, questions or conditions."""
-    runs, notes = comparison.counted, []
+    runs, sentences = comparison.counted, list[str]()
     packages = sorted({name for run in runs for name in run.origin.versions})
-    kinds = [  # what is said of several values, what divides them, and the value of each run
+    kinds = [  # the words for several values, the divider between these, and the value of each run
         ("ran on {} kinds of machines: {}", "; ", [run.origin.machine for run in runs]),
         *((f"ran on {{}} versions of {name}: {{}}", "; ", [run.origin.versions.get(name, "") for run in runs])
           for name in packages),
@@ -234,29 +234,31 @@ def notes(comparison: Comparison) -> list[str]:
          [run.origin.training_sha256 for run in runs]),
         ("were asked {} different sets of held-out questions (heldout_sha256 in env.json), which are paired by id", "",
          [run.origin.heldout_sha256 for run in runs]),
-        ("are of {} tasks, {}: compare arms of one task", ", ", [run.value(TASK) for run in runs]),
+        ("are of {} tasks, {}: compare arms of one task", ", ", [run.value(TASK_NAME) for run in runs]),
     ]  # fmt: skip
     for words, divider, texts in kinds:
         if len(found := sorted({*texts} - {""})) > 1:
-            notes.append(f"The runs {words.format(len(found), divider.join(found))}.")
+            sentences.append(f"The runs {words.format(len(found), divider.join(found))}.")
     if mixed := [key for key in differing_keys(runs) if key in CONDITIONS]:
-        notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
-    parts = {task_of(run) for run in runs if task_of(run) != run.value(TASK)}
-    notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
+        sentences.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
+    parts = {task_of(run) for run in runs if task_of(run) != run.value(TASK_NAME)}
+    sentences += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
     if (most := max((run.at_once for run in runs), default=1)) > 1:
         others = "another" if most == 2 else f"up to {most - 1} others"
-        notes.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and left out.")
+        sentences.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and left out.")
     # without a hash, two local models that lay at one path look equal
-    if count := sum(run.value(CONTENT) == ABSENT and run.value(PLACE).startswith("/") for run in runs):
-        notes.append(
+    if count := sum(run.value(MODEL_HASH) == ABSENT and run.value(MODEL_PATH).startswith("/") for run in runs):
+        sentences.append(
             f"model.hash is not known of {with_noun(count, 'run')}, which an older version began: two models "
             "that lay under one path would count as one arm."
         )
     if len({frozenset(run.accuracy["after"].index) for run in runs if run.accuracy}) > 1:
-        notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
+        sentences.append(
+            "Not all runs were asked the same questions; a row is over those that all of its runs were asked."
+        )
     if damaged := len(comparison.damaged):
-        notes.append(
+        sentences.append(
             f"The record of {with_noun(damaged, 'run')} is damaged: put its files back as they were, or type "
             "rerun=true with the line that began it."
         )
-    return notes
+    return sentences

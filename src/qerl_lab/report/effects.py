@@ -75,17 +75,17 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
     for name, settings in arms:
         wanted = {*settings.items(), *claim.file.conditions.items()}
         own = [run for run in started if wanted <= run.settings.items()]
-        grouped: dict[Arm, dict[str, list[Run]]] = {}
+        grouped: dict[Arm, dict[str, list[Run]]] = {}  # settings without the spanned key -> its value -> runs
         for run in own:
             value = run.value(claim.spanned_key) if claim.spanned_key else ""
             others = tuple(item for item in run.arm if item[0] != claim.spanned_key)
             grouped.setdefault(others, {}).setdefault(value, []).append(run)
-        sides.append([
-            (tuple(item for item in others if not claim.is_free(item[0])), side)
-            for others, runs in grouped.items() if (side := Side(runs)).runs
-        ])  # fmt: skip
-        if not sides[-1]:
+        finished = [(others, side) for others, runs in grouped.items() if (side := Side(runs)).runs]
+        if not finished:
             lacking[name] = len(own)
+        sides.append([
+            (tuple(item for item in others if not claim.is_free(item[0])), side) for others, side in finished
+        ])  # fmt: skip
     if lacking:
         reason = "no finished run of " + " and of ".join(f"{name} ({count} started)" for name, count in lacking.items())
         raise Unmeasured(reason) if all(lacking.values()) else NoRuns(reason)
@@ -111,8 +111,9 @@ class Range(NamedTuple):
     """Lower and upper bounds of measured values [seeds, questions].
 
     The two are equal unless a value is censored: only its lower bound is then known, and the upper bound is infinite.
-    `without` is there if the seeds' values depend on each other, as with `best_of`: in the row of a seed the mean lower
-    bounds of the other seeds, measured again without this seed.
+
+    `without` is set if the seeds' values depend on each other, as with `best_of`. The row of a seed has the mean lower
+    bounds over the other seeds, measured as if this seed did not exist.
     """
 
     low: Values
@@ -145,10 +146,11 @@ class Numbers:
     treated: stats.Interval
     control: stats.Interval
     effect: stats.Interval  # the paired difference, for a ratio the factor
-    oriented: np.ndarray  # [seeds, questions], the effect or its lower bound, positive where the claim holds
-    at_most: np.ndarray  # the upper bound of the same effect
+    # Bounds of the effect [seeds, questions], equal unless a value is censored; positive where the claim holds.
+    at_least: np.ndarray
+    at_most: np.ndarray
     variances: tuple[float, float]  # of seeds' means (`verdicts.floor_variances` raises it), and of questions
-    jackknife: float  # least variance of seeds' means: above 0 if seeds depend on each other (`best_of`)
+    jackknife: float  # lower bound for the variance of seeds' means; above 0 if seeds depend on each other (`best_of`)
     guardrail: str  # `HELD`, `BROKEN` or `OPEN`; empty without one
     p: PValues = NOTHING_SHOWN
     adjusted: PValues = NOTHING_SHOWN  # corrected (Holm)
@@ -163,7 +165,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     """
     treated_values, control_values = pair.treated.finished.keys(), pair.control.finished.keys()  # of the spanned key
     seeds, needed = sorted(pair.treated.seeds & pair.control.seeds), claim.file.seeds
-    if claim.best_of:  # if one seed is left out, each of the others still needs one that chooses for it
+    if claim.best_of:  # even without one seed (`Range.without`), each of the others needs a seed that chooses for it
         needed = max(needed, INTERVAL_SEEDS)
     if claim.mean_over and len(treated_values & control_values) < 2:
         raise Unmeasured(f"the arms share no two values of {claim.mean_over} to take the mean over")
@@ -181,7 +183,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     with np.errstate(invalid="ignore"):  # if both are censored, the difference is unknown
         least = np.nan_to_num(low - base_high, nan=-np.inf, neginf=-np.inf)
         most = np.nan_to_num(high - base_low, nan=np.inf, posinf=np.inf)
-    oriented, at_most = (-most, -least) if claim.direction < 0 else (least, most)
+    at_least, at_most = (-most, -least) if claim.direction < 0 else (least, most)
     censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
     known = low - base_low  # takes censored values at their lower bound
     of_treated, of_control, of_effect = _jackknife(treated, control, shared)
@@ -190,15 +192,15 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         treated=_interval(claim, low, low, high, of_treated),
         control=_interval(claim, base_low, base_low, base_high, of_control),
         effect=_interval(claim, known, least, most, of_effect),
-        oriented=oriented, at_most=at_most, variances=stats.variance_components(known, floored=True),
+        at_least=at_least, at_most=at_most, variances=stats.variance_components(known, floored=True),
         jackknife=of_effect, guardrail=_test_guardrail(claim, pair, seeds),
     )  # fmt: skip
 
 
 def _jackknife(treated: Range, control: Range, questions: Sequence[str]) -> tuple[float, float, float]:
-    """Return the least variances of seeds' means over `questions`: of treated, control and their difference.
+    """Return lower bounds for the variance of seeds' means over `questions`: of treated, control and their difference.
 
-    They come from `Range.without`, and are 0 without it.
+    They come from `Range.without`, and are 0 if it is not set.
     """
     if treated.without is None or control.without is None:
         return 0.0, 0.0, 0.0
@@ -211,7 +213,8 @@ def _interval(
 ) -> stats.Interval:  # fmt: skip
     """Return (mean, low, high) of `known`[seeds, questions]; low or high is infinite if a bound `least` or `most` is.
 
-    For a ratio `known` holds logarithms, and the result holds factors. `variance` is the least of seeds' means.
+    For a ratio `known` holds logarithms, and the result holds factors. `variance` is a lower bound for the variance of
+    seeds' means.
     """
     mean, low, high = stats.over_seeds(known, least=variance)
     low = low if np.isfinite(least).all() else -math.inf
@@ -226,11 +229,14 @@ def _measure_side(
 ) -> Range:  # fmt: skip
     """Return lower and upper bounds of `measure` on one side of a pair, for the given seeds; logarithms for a ratio.
 
-    `controls` are the runs of the control side, which some measures need. If the side has several values of the spanned
-    key, `mean_over` takes the mean over these values. `best_of` takes for each seed the value that was best over the
-    other seeds: no seed chooses for itself, so an arm cannot win by the luck that chose its value. Two seeds share most
-    of the seeds that choose for them, so `without` of the result is given. Best is always by `claim.measure`, even if
-    `measure` is the guardrail's.
+    `controls` are the runs of the control side, which some measures need. If the claim has a spanned key, such as a
+    learning rate, each value of this key is an option:
+
+    - `mean_over` takes the mean over the options.
+    - `best_of` takes for each seed the option that was best over the other seeds. No seed chooses for itself, so an arm
+      cannot win by the luck that chose its option. Best is by `claim.measure`, also if `measure` is the guardrail's.
+      Any two seeds have most of the choosing seeds in common, so their values depend on each other: `Range.without` is
+      set.
     """
 
     def measure_option(measure: str, runs: Sequence[Run]) -> Range:

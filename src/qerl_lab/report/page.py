@@ -67,12 +67,12 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     written.
     """
     speed = speed_tables.tabulate_files(bench)
-    made = results.frames(compared.runs, compared.damaged, compared.arm_of)
-    same = comparison.compare(*results.runs_of(made))  # use only what the files hold from here on
-    baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
+    stored = results.to_tables(compared.runs, compared.damaged, compared.arm_of)
+    compared = comparison.compare(*results.from_tables(stored))  # use only what the files hold from here on
+    baseline = comparison.baseline_of(list(compared.arms), wanted) if compared.arms else None
     own = folder / CLAIMS
-    rows = judge(same.counted, same.runs, claims.read(own, format_path(own)) if own.exists() else None)
-    drawn = draw_all(same, baseline)
+    rows = judge(compared.counted, compared.runs, claims.read(own, format_path(own)) if own.exists() else None)
+    drawn = draw_all(compared, baseline)
     if figure := diagnostics.draw_effects(rows):
         caption = (
             "Intervals are over seeds and questions. The smallest effect that matters is on the side that the claim "
@@ -84,12 +84,12 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}
-    files["verdicts.json"] = verdict_tables.as_json(same, rows, line).encode()
-    files["verdicts.md"] = verdict_tables.markdown(same, rows, line).encode()
-    if same.arms:
-        files["arms.csv"] = comparison.by_arm(same, baseline).to_csv(index=False, float_format="%.6g").encode()
-    files["report.html"] = html(same, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
-    results.write(folder, made)
+    files["verdicts.json"] = verdict_tables.as_json(compared, rows, line).encode()
+    files["verdicts.md"] = verdict_tables.markdown(compared, rows, line).encode()
+    if compared.arms:
+        files["arms.csv"] = comparison.by_arm(compared, baseline).to_csv(index=False, float_format="%.6g").encode()
+    files["report.html"] = html(compared, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
+    results.write(folder, stored)
     for old in {old for pattern in OPTIONAL for old in folder.glob(pattern)} - {folder / name for name in files}:
         old.unlink()
     for name, data in files.items():

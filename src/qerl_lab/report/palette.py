@@ -30,7 +30,7 @@ PANEL_PIXELS = 704  # width of a panel, 4.4 inches: sharp on a phone and at half
 KNOWN = {DENSE_FORMAT: "#000000", "nvfp4": "#0072B2", "mxfp4": "#D55E00", "nf4": "#009E73", "fp8": "#332288"}
 OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # colors that `KNOWN` does not use
 FORMATS: dict[str, str] = KNOWN | dict(zip(sorted({*choices_of("format")} - {*KNOWN}), OTHERS[::-1], strict=False))
-# Noise schedules that the paper draws; a figure whose arms have several formats shows the colors of formats instead.
+# Noise schedules that the paper draws. A figure of arms in several formats shows the colors of formats instead.
 SCHEDULES = {"exponential": "#56B4E9", "linear": "#E69F00", "cosine": "#CC79A7", "logarithmic": "#777777"}
 # Nine, because with four dashes eight would repeat both together: the ninth arm of a format would look like the first.
 DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv" + "PX*<"

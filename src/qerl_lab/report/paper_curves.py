@@ -53,7 +53,7 @@ FIGURES = [
 
 
 def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """Select the paper's figures to show under our curve whose name is `below`, e.g. "reward", for comparison.
+    """Select the paper's figures to show under our curve `below`, e.g. "reward", for comparison.
 
     A figure is selected if figures.yaml assigns it to this curve, if it varies a setting in which `runs` differ, and if
     it shows a task of `runs` or none. If the paper has no task of `runs`, the task does not matter. `runs` has one run

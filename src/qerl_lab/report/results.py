@@ -27,7 +27,7 @@ from qerl_lab.system.disk import replace_file
 from qerl_lab.system.terminal import format_path
 
 RUNS, STEPS, QUESTIONS = "runs.parquet", "steps.parquet", "questions.parquet"
-Frames = dict[str, pd.DataFrame]  # the content of the three files, by name
+Tables = dict[str, pd.DataFrame]  # the content of the three files, by name
 ORIGIN = tuple(field.name for field in fields(Origin))
 NOT_SETTINGS = {  # columns of runs.parquet that are no settings
     "run", "arm", "experiment", "seed", "state", "ended", "seconds", "code", "differs_in", "settings", *ORIGIN,
@@ -93,7 +93,7 @@ def _walk_run_directories(folder: Path) -> Iterator[Path]:
         folders.sort(key=lambda name: (os.path.islink(os.path.join(path, name)), name))
 
 
-def frames(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
+def to_tables(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Tables:
     """Build the tables of a results folder by file name; the module's docstring describes them.
 
     `damaged` maps names of unreadable runs to reasons, `arm_of` names of runs that count to labels of arms.
@@ -126,8 +126,8 @@ def frames(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str,
     }
 
 
-def write(folder: Path, tables: Frames) -> None:
-    """Write the tables of `frames` to a results folder as Parquet, each file atomically.
+def write(folder: Path, tables: Tables) -> None:
+    """Write the tables of `to_tables` to a results folder as Parquet, each file atomically.
 
     Raises OSError if a file cannot be written.
     """
@@ -152,13 +152,13 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
                 f"{shell_override('out', folder)}."
             ) from None
     try:
-        return runs_of(tables)
+        return from_tables(tables)
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{folder} is not what a report writes there ({error!r}). Make it again.") from None
 
 
-def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
-    """Rebuild from the tables of `frames` what `read` returns. Raises KeyError or ValueError if others made them."""
+def from_tables(tables: Tables) -> tuple[list[Run], dict[str, str]]:
+    """Rebuild from the tables of `to_tables` what `read` returns. Raises KeyError or ValueError if others made them."""
     steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables[STEPS].groupby("run")}
     phases: dict[str, dict[str, pd.DataFrame]] = {}
     for (run, phase), rows in tables[QUESTIONS].groupby(["run", "phase"], sort=False):
@@ -175,6 +175,6 @@ def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
             origin=Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])}),
         )  # fmt: skip
         if "arm" in row:  # the run counts
-            run = run.measured(steps[run.name], phases.get(run.name, {}), row["seconds"])
+            run = run.with_measurements(steps[run.name], phases.get(run.name, {}), row["seconds"])
         runs.append(run)
     return runs, dict(tables[RUNS][is_damaged].set_index("run")["state"])

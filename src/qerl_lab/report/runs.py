@@ -15,7 +15,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import paired_interval
 
 FINISHED = "finished"
-PLACE, CONTENT, QUESTIONS, TASK = "model.path", "model.hash", "task.path", "task.name"
+MODEL_PATH, MODEL_HASH, TASK_PATH, TASK_NAME = "model.path", "model.hash", "task.path", "task.name"
 ABSENT = "(absent)"  # stands for a setting that a run lacks
 RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # earlier -> present name
 # Metrics that a report keeps: those of tables, verdicts and figures, and some that explain them.
@@ -80,7 +80,7 @@ class Run:
         """Return the setting `key` as text, or `ABSENT` if the run's record (of another version, say) lacks the key."""
         return self.settings.get(key, ABSENT)
 
-    def measured(self, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> "Run":
+    def with_measurements(self, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> "Run":
         """Return a copy of the run with measurements: `steps`, and `accuracy` and `summary`, which are computed here.
 
         `steps` has a row per step and a column per metric. `phases` maps "before" and "after" to held-out answers, a
@@ -115,8 +115,8 @@ def run_from(
     own = normalize(dict(values) | {"device": device})
     keys = keys_of_arm(own) | {"device"}
     settings = {key: value for key, value in own.items() if key in keys}
-    if settings.get(CONTENT) == "None":  # older records lack the key, which means the same
-        del settings[CONTENT]
+    if settings.get(MODEL_HASH) == "None":  # older records lack the key, which means the same
+        del settings[MODEL_HASH]
     return Run(
         name=name, experiment=experiment, seed=seed, settings=settings, declared=frozenset(declared), status=status,
         ended=ended, code=code, origin=origin,
@@ -184,7 +184,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     if not run.is_finished:
         return run
     phases = directory.evaluations() if values["eval.questions"] != "0" else {}
-    return run.measured(read_steps(directory), phases, directory.result()["seconds"])
+    return run.with_measurements(read_steps(directory), phases, directory.result()["seconds"])
 
 
 def _describe_machine(environment: Mapping[str, Any]) -> str:

@@ -44,8 +44,8 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95, least: float = 0.0) 
 
     Two-way random effects: value = mean + seed + question + rest. The squared half width is the sum of two squares. The
     first is Student's t over the means of seeds, which covers seed and rest. The second is t times the standard error
-    due to questions, which all seeds share. The variance of seeds' means counts as `least` at least (`jackknife`).
-    Raises ValueError for fewer than two seeds, and for missing values.
+    due to questions, which all seeds share. The variance of seeds' means is taken to be at least `least` (see
+    `jackknife`). Raises ValueError for fewer than two seeds, and for missing values.
     """
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or len(values) < 2 or not values.size or not np.isfinite(values).all():
@@ -58,9 +58,11 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95, least: float = 0.0) 
 def variance_components(values_S_Q: np.ndarray, floored: bool = False) -> tuple[float, float]:
     """Return (variance of seeds' means, variance of questions) of values[seeds, questions], by analysis of variance.
 
-    The second is at least 0, and it is 0 for a single question. With `floored` the first is at least the variance that
-    neither seed nor question explains / number of questions, which is what noise in answers adds: a few seeds may agree
-    in their means by luck although their answers differ.
+    The variance of questions is at least 0, and 0 for a single question.
+
+    Noise in the answers alone gives seeds' means the variance rest / number of questions, where rest is the variance
+    that neither seed nor question explains. With `floored` the variance of seeds' means is at least this large, because
+    the means of a few seeds may agree by luck.
     """
     values = np.asarray(values_S_Q, float)
     seeds, questions = values.shape

@@ -243,10 +243,10 @@ def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> s
         claim, numbers = asdict(row.claim), None
         del claim["contrasts"]
         if row.numbers:
-            numbers = {name: value for name, value in vars(row.numbers).items() if name not in ("oriented", "at_most")}
+            numbers = {name: value for name, value in vars(row.numbers).items() if name not in ("at_least", "at_most")}
             judged = row.judged
             numbers |= {"p": judged and judged.p._asdict(), "adjusted": judged and judged.adjusted._asdict()}
-            numbers |= {"effect_by_seed": row.numbers.oriented.mean(1).tolist()}
+            numbers |= {"effect_by_seed": row.numbers.at_least.mean(1).tolist()}
         return {
             "claim": claim, "contrast": row.contrast.name, "treated": dict(row.contrast.treated_settings),
             "control": dict(row.contrast.control_settings), "context": dict(row.context),

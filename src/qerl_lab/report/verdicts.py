@@ -187,7 +187,7 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> PValue
     one-sided tests that the difference is within the margin. `small` is twice the smaller p-value of two tests that it
     is outside, because either side could show it. `below` is 1.
     """
-    low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())
+    low, high = float(numbers.at_least.mean()), float(numbers.at_most.mean())
 
     def p_above(mean: float, null: float) -> float:
         """Return the p-value of the hypothesis that the effect is at most `null`, if it is measured as `mean`."""

@@ -18,7 +18,7 @@ from simulated_runs import EQUAL, GRADED, SCALAR, arms, held_out_arms, verdicts
 def repeated(numbers: Numbers, values_S_Q: np.ndarray, claim: Claim, seeds: int) -> Numbers:
     """The numbers, had these values been measured, with p-values by the variances of the values alone."""
     of_values = replace(
-        numbers, oriented=values_S_Q, at_most=values_S_Q, questions=values_S_Q.shape[1],
+        numbers, at_least=values_S_Q, at_most=values_S_Q, questions=values_S_Q.shape[1],
         variances=variance_components(values_S_Q, floored=True), seeds=seeds,
     )  # fmt: skip
     return replace(of_values, p=p_values(of_values, claim))
@@ -29,11 +29,11 @@ def share_decided(rows: list[Row], seeds: int, repeats: int = 300) -> float:
     first, draw, found = rows[0], np.random.default_rng(0), 0
     numbers = first.numbers
     between, of_questions = numbers.variances
-    rest = numbers.oriented - numbers.oriented.mean(1)[:, None] - numbers.oriented.mean(0) + numbers.oriented.mean()
+    rest = numbers.at_least - numbers.at_least.mean(1)[:, None] - numbers.at_least.mean(0) + numbers.at_least.mean()
     spread = float(rest.std()) * math.sqrt(numbers.seeds / (numbers.seeds - 1))
     of_seeds = max(0.0, between - spread**2 / numbers.questions)
     for _ in range(repeats):
-        values = numbers.oriented.mean() + draw.normal(0, math.sqrt(of_seeds), (seeds, 1))
+        values = numbers.at_least.mean() + draw.normal(0, math.sqrt(of_seeds), (seeds, 1))
         values = values + draw.normal(0, math.sqrt(of_questions), numbers.questions)
         values = values + draw.normal(0, spread, (seeds, numbers.questions))
         drawn = repeated(numbers, values, first.claim, seeds)
@@ -61,7 +61,7 @@ def open_by_luck() -> list[Row]:
     """Three seeds that agree in their means, and not in their answers: those of more seeds will not agree."""
     claim = replace(GRADED, smallest=0.02)
     (row,) = verdicts(claim, held_out_arms(claim, 0.01, 3, np.random.default_rng(0)))
-    values = row.numbers.oriented
+    values = row.numbers.at_least
     lucky = values - 0.8 * (values.mean(1)[:, None] - values.mean())
     return [measured_as(row, lucky - lucky.mean() + 0.018)]
 
@@ -83,7 +83,7 @@ def test_the_seeds_asked_for_decide_half_of_the_repetitions_of_what_was_measured
 def test_the_seeds_asked_for_are_those_that_the_test_needs() -> None:
     row = (rows := open_scalar())[0]
     seeds = row.numbers.seeds_as_measured
-    mean, sd = float(row.numbers.oriented.mean()), math.sqrt(row.numbers.variances[0])
+    mean, sd = float(row.numbers.at_least.mean()), math.sqrt(row.numbers.variances[0])
     for count, is_enough in ((seeds - 1, False), (seeds, True)):  # exactly this mean and spread
         values = np.array([(-1) ** n for n in range(count)], float)
         values = mean + sd * (values - values.mean()) / values.std(ddof=1)
@@ -98,7 +98,7 @@ def test_more_seeds_decide_whatever_the_effect_is() -> None:
     assert row.why.endswith(f" if the effect is as measured, {most} decide whatever it is")
     variances, level = row.numbers.variances, 1 - 2 * 0.025 / 3  # three contrasts
     assert 2 * half_width(variances, most, 1, level) <= 0.02 < 2 * half_width(variances, most - 1, 1, level)
-    halfway = replace(row.numbers, oriented=row.numbers.oriented - row.numbers.oriented.mean() + 0.01)
+    halfway = replace(row.numbers, at_least=row.numbers.at_least - row.numbers.at_least.mean() + 0.01)
     assert set_verdicts([replace(row, numbers=halfway)])[0].numbers.seeds_as_measured <= most
 
 

@@ -76,7 +76,7 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     runs += [of(dict(contrast.treated_settings), "2", seed, (0.9, 0.2, 0.2)[seed]) for seed in range(3)]
     (row,) = verdicts(claim, runs)
     # Seed 0's own luck at rate 2 is not taken for it; the others see it, and take rate 2.
-    assert row.numbers.oriented[:, 0] == pytest.approx([0.0, 0.2 - 0.31, 0.2 - 0.32])
+    assert row.numbers.at_least[:, 0] == pytest.approx([0.0, 0.2 - 0.31, 0.2 - 0.32])
     (row,) = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])
     assert row.verdict == Verdict.UNDECIDED
     assert "has one value of optim.learning_rate" in row.why
@@ -92,7 +92,7 @@ def test_a_seed_that_changes_the_choice_of_the_best_widens_the_interval() -> Non
         for seed, value in enumerate(values)
     ]
     (row,) = verdicts(replace(BEST, guardrail=Guardrail("entropy_first", 0.1)), runs)
-    assert row.numbers.oriented[:, 0] == pytest.approx([0.3, 0.1, 0.2])
+    assert row.numbers.at_least[:, 0] == pytest.approx([0.3, 0.1, 0.2])
     # Of two seeds each is at the rate that is better in the other: without seed 0 both are at the second rate.
     without = [(0.3 + 0.4) / 2, (0.3 + 0.2) / 2, (0.3 + 0.1) / 2]
     variance = 2 / 3 * sum((mean - sum(without) / 3) ** 2 for mean in without)  # of the mean of three seeds
@@ -314,7 +314,7 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
         for seed in range(3)
     ]
     row = verdicts(claim, runs)[0]
-    assert row.numbers.oriented[:, 0] == pytest.approx([0.2, 0.4, 0.6])  # by seed the mean of 1 and 3 times 0.1
+    assert row.numbers.at_least[:, 0] == pytest.approx([0.2, 0.4, 0.6])  # by seed the mean of 1 and 3 times 0.1
     assert dict(row.conditions)[LEARNING_RATE] == "mean over 1, 2"
     single = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])[0]
     assert single.why == "the arms share no two values of optim.learning_rate to take the mean over"
@@ -325,7 +325,7 @@ def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     claim = replace(GRADED, contrasts=GRADED.contrasts * 2)
     rows = verdicts(claim, held_out_arms(GRADED, 0.05, 4, np.random.default_rng(0)))
     numbers = rows[0].numbers
-    values = numbers.oriented
+    values = numbers.at_least
     alike = values - (values.mean(1)[:, None] - values.mean())  # every seed has one mean
     assert variance_components(alike)[0] < 1e-20 < variance_components(alike, floored=True)[0]
     lucky = replace(rows[0], numbers=replace(numbers, variances=variance_components(alike, floored=True)))
