@@ -171,7 +171,7 @@ def run(options: RunOptions) -> None:
     for planned in queue.runs:  # runs that are done, but lack evaluations, if the attempt in the ledger lies here
         if planned.part_in(parts) and queue.is_done(planned.key):
             row = machine.ended_row(planned)
-            if row and row["state"] == DONE and queue.has(row) and queue_file.missing_evaluations(row):
+            if row and row["state"] == DONE and queue.has_attempt(row) and queue_file.missing_evaluations(row):
                 to_make.append(planned)
     for planned in waiting:
         row = machine.ended_row(planned)
@@ -180,7 +180,7 @@ def run(options: RunOptions) -> None:
         elif row["state"] == DONE:
             has_work = queue_file.missing_evaluations(row) > 0
         else:  # with this failure in the ledger the next attempt is due
-            has_work = queue.has(row)
+            has_work = queue.has_attempt(row)
         if has_work:
             to_make.append(planned)
         else:  # it ended here and was not collected, perhaps because its pack was lost

@@ -111,7 +111,7 @@ class Queue:
         """Tell whether the ledger has a finished run with this key."""
         return any(row["run"] == key and row["state"] == DONE for row in self.rows)
 
-    def has(self, row: Row) -> bool:
+    def has_attempt(self, row: Row) -> bool:
         """Tell whether the ledger has the attempt of `row`, ended in the same state."""
         return any(all(other[name] == row[name] for name in ("run", "start", "state")) for other in self.rows)
 

@@ -34,19 +34,23 @@ _FONTS = r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|m
 _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), new)
     for pattern, new in [
+        # sizes and limits say nothing; a row of a matrix ends with \row
         (r"\\(?:left|right|middle)\s*\.(?!\d)", " "),
         (rf"\\(?:m?left|m?right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}", " "),
         (r"\\\\(?:\[[^\[\]]*\])?", r"\\row "),
+        # currencies, and a sign in words
         (r"\\\$", r"\\dollar "),
         (r"\b(?:USD?\s*\\dollar|USD|US\$)(?![A-Za-z])", r"\\dollar "),
         (r"\bEUR(?![A-Za-z])", r"\\euro "),
         (r"\bGBP(?![A-Za-z])", r"\\pound "),
         (r"\b(?:INR|Rs\.?)(?=\s*\d)", r"\\rupee "),
         (r"(?<![\w-])(?:negative|minus)\s+(?=[\d.\\])", "-"),
+        # delimiters of mathematics, {,} and spaces
         (r"\\[\[\]()]", " "),
         (r"\s*\{\s*,\s*\}", ","),
         (r"\\!\s*", ""),
         (r"\\[,;: >]|(?<=[^\s$])~|\\(?:q?quad|thinspace|enspace|medspace|hspace\{[^{}]*\})(?![A-Za-z])", " "),
+        # one macro for each sign
         (rf"\\[dtc](frac|binom){_END}", r"\\\1"),
         (rf"\\(le|ge|ne)q(?:slant|q)?{_END}", r"\\\1 "),
         (rf"\\(?:lbrace){_END}", r"\\{"),
@@ -60,14 +64,17 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
             r"^\\circ ",
         ),
         (r"\\not\s*=", r"\\ne "),
+        # other ways to write a product, a binomial, a modulus, a percentage, a prime
         (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
         (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         (r"\(?\s*\\[pb]?mod(?![A-Za-z])\s*\{?\s*(\w+)\s*\}?\s*\)?", r" \\mod \1"),
         (r"\\%", "%"),
         (r"\^\s*(?:\\prime(?![A-Za-z])|\{\s*\\prime\s*\})", "'"),
         (r"\^\s*\{\s*\\prime\s*\\prime\s*\}", "''"),
+        # braces around the rows of a system of equations
         (r"\\\{\s*\\begin\{array\}\{[lcr]*\}([^&]*)\\end\{array\}(?!\s*\\\})", r" \1 "),
         (r"(?:\\\{\s*)?\\begin\{(cases|aligned)\}([^&]*)\\end\{\1\}", r" \2 "),
+        # fonts: around a letter, a number, a currency, a function or a word that joins they say nothing
         (rf"\\(?:{_FONTS})\s*\{{\s*([eid])\s*\}}", r" \1 "),
         (r"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*\{([^{}]*)\}", r" \1 "),
         (rf"\\(?:{_FONTS})\s*\{{", r"\\text{"),
@@ -76,6 +83,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\text\{\s*(and|or)\s*,?\s*\}", r" \1 "),
         (r"\\text\{\s*(cis|(?:a|ar|arc)?(?:sin|cos|tan)h?|csc|cot|ln|log|exp|gcd|lcm|floor|ceil)\s*\}", r"\\\1 "),
         (r"\\frac\s*\{\\text\{([^{}]*)\}\}\s*\{\\text\{([^{}]*)\}(\^\{?\d\}?)?\}", r"\\text{\1/\2}\3"),
+        # signs of logic
         (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
     ]
