@@ -209,7 +209,9 @@ def _run_processes(
                     child.terminate()
             with suppress(subprocess.TimeoutExpired):
                 running[0].wait(None if len(children) == 1 and stop_file is None else LOOK_SECONDS)
-    rank = (_first_failed(children) if first is None else first) or 0
+    if first is None:  # none had failed when the loop looked last
+        first = _first_failed(children)
+    rank = first or 0
     return -signal.SIGINT if is_aborted() else children[rank].returncode, rank
 
 

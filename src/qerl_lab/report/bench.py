@@ -99,9 +99,10 @@ def measured(result: Result) -> pd.DataFrame:
 
 
 def mark_baseline(arms: pd.Series, may_be: pd.Series) -> pd.Series:
-    """Mark the rows of the one arm that is the baseline, among the rows that `may_be`.
+    """Choose the baseline among the arms that may be it; return a boolean Series that marks the rows of this arm.
 
-    It is the arm without overrides (KEY=VALUE after its name), or if there is none the first.
+    `arms` names the arm of each row, `may_be` marks the rows of the candidates. The baseline is the candidate without
+    overrides (KEY=VALUE after its name), or if there is none the first candidate.
     """
     chosen = min(arms[may_be], key=lambda arm: "=" in arm, default=None)  # the first of equals
     return may_be & (arms == chosen)

@@ -26,7 +26,8 @@ PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
 def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
-    `of_task` maps names to the functions that the task has without the file; its `weights` hold if the file has none.
+    `of_task` maps names to the functions that the task has without the file; its `weights` apply if the file defines
+    none.
     Raises ConfigError if the file cannot be imported, breaks the contract in docs/tasks.md, or has changed since the
     run was composed.
     """

@@ -106,7 +106,7 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
     named = re.split(r"[ /^.]+", words[is_rate.end() :] if is_rate else words)
     first = named[0]
     if all(len(word) == 1 or word.lower() in _MATHEMATICS for word in named if word) and len(first) > 1:
-        return False
+        return False  # only letters and names such as `sin`
     if is_rate:
         return len(first) > 3 or first in _COUNTED or (len(first) > (1 if money else 2) and measure(first) != "")
     if len(first) == 1:
