@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import yaml
 
+from qerl_lab import tasks
 from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder
 from qerl_lab.config.keys import SET_BY_LAB, is_met, parse_condition, spell_value
@@ -149,7 +150,8 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
 def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
     """Map each key without effect in this configuration to the row (`ConditionalKeys`) that says when it has one.
 
-    If task.module is set, keys of task.* are left out, because the module may read them.
+    If task.module is set, keys of task.* are left out, because the module may read them: those that say where questions
+    come from only if it makes questions.
     """
     values, found = values_of(cfg), dict[str, ConditionalKeys]()
     for row in CONDITIONAL_KEYS:
@@ -158,7 +160,12 @@ def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
     path = cfg.model.path
     if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():
         found["model.revision"] = ConditionalKeys("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
-    return {key: row for key, row in found.items() if not (cfg.task.module and key.startswith("task."))}
+    if cfg.task.module:
+        of_questions = [key for key in found if key == "task.path" or key.startswith("task.columns.")]
+        are_read = all(values[key] is None for key in of_questions) or tasks.makes_questions(cfg.task)
+        unread = () if are_read else of_questions
+        found = {key: row for key, row in found.items() if key in unread or not key.startswith("task.")}
+    return found
 
 
 def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:

@@ -139,6 +139,14 @@ def is_on_the_hub(cfg: TaskConfig) -> bool:
     return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= own.keys()
 
 
+def makes_questions(cfg: TaskConfig) -> bool:
+    """Tell whether the user's file `task.module` defines a function that returns questions.
+
+    Raises ConfigError if the file cannot be used.
+    """
+    return bool({"train", "heldout", "worked"} & module_file.load(cfg, {}).keys())
+
+
 def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., Any]]:
     """Return the functions of a task by name, such as "heldout"; those in the user's file `task.module` come first.
 

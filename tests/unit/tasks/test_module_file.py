@@ -235,6 +235,14 @@ def test_words_that_name_no_file_are_refused(
 
 
 def test_every_key_of_the_task_acts_with_a_file_which_may_read_it(tmp_path: Path) -> None:
-    module = f"task.module={file(tmp_path, REWARD)}"
+    module = f"task.module={file(tmp_path, REWARD + 'def train(cfg): return []')}"
     assert composed(module, "task.path=DIR", "task.columns.answer=a", "task.code_io.seconds=3").task.path == "DIR"
     assert composed(module, "task.format_reward=0", "task.answer_reward=0").task.answer_reward == 0
+
+
+@pytest.mark.parametrize("word", ["task.path=DIR", "task.columns.answer=a"])
+def test_a_place_of_questions_that_neither_task_nor_file_reads_is_refused(tmp_path: Path, word: str) -> None:
+    module = f"task.module={file(tmp_path, REWARD)}"
+    with pytest.raises(ConfigError, match=r"does nothing in a run with task.name=arithmetic.* for example task=gsm8k"):
+        composed(module, word)
+    assert composed(module, word, "task=gsm8k").task.name == "gsm8k"
