@@ -8,6 +8,7 @@ import json
 import math
 import reprlib
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,16 +128,25 @@ def _checked_grade(
 
     The wrapper raises ConfigError unless the result has, for each part of the reward, one score from 0 to 1 per text.
     The parts "format" and "answer" are required, with `are_required` those in `weighted` too. A part that is in neither
-    PARTS nor `weighted` is an error.
+    PARTS nor `weighted` is an error. If `function` raises, the wrapper raises ConfigError too.
     """
+
+    assert cfg.module is not None
+    module = cfg.module
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
         import numpy as np
 
-        said = f"task.module={cfg.module}: grade(texts, questions)"
-        given = function(texts, questions)
+        said = f"task.module={module}: grade(texts, questions)"
+        try:
+            given = function(texts, questions)
+        except Exception as error:  # the user's code can raise anything
+            raise ConfigError(f"{said} raised {_describe_error(error, module)}.") from error
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
-            raise ConfigError(f"{said} must return a dict of scores with the keys format and answer.")
+            keys = f"the keys {', '.join(map(str, given)) or 'none'}" if isinstance(given, dict) else f"{given!r:.80}"
+            raise ConfigError(
+                f"{said} must return a dict of scores with the keys format and answer, and returned {keys}."
+            )
         if unknown := sorted(set(given) - {*PARTS, *weighted}):
             raise ConfigError(
                 f"{said} returned {', '.join(unknown)}, for which weights(cfg) of the file has no weight."
@@ -150,10 +160,18 @@ def _checked_grade(
             except (TypeError, ValueError):
                 scores[part] = np.array(np.nan)
             if scores[part].shape != (len(texts),) or not ((scores[part] >= 0) & (scores[part] <= 1)).all():
+                count = f" {scores[part].size}:" if scores[part].ndim == 1 and len(texts) != scores[part].size else ""
                 raise ConfigError(
                     f"{said} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}, "
-                    f"and returned {reprlib.repr(values)}."
+                    f"and returned{count} {reprlib.repr(values)}."
                 )
         return scores
 
     return checked
+
+
+def _describe_error(error: Exception, module: str) -> str:
+    """Describe what a function of the user's file `module` raised, with the last line of the file that led to it."""
+    file = str(Path(module).absolute())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{type(error).__name__}: {first_line(error)}" + (f" (line {lines[-1]})" if lines else "")

@@ -154,8 +154,11 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
 
 
 @pytest.mark.parametrize(("returned", "said"), [
-    ("3", "must return a dict of scores with the keys format and answer"),
-    ("{'format': [1.0], 'answer': [1.0, 0.0]}", "must return in 'answer' a score from 0 to 1 for each"),
+    ("3", "must return a dict of scores with the keys format and answer, and returned 3."),
+    ("{'answer': [1.0]}", "a dict of scores with the keys format and answer, and returned the keys answer."),
+    ("1 / 0", "grade(texts, questions) raised ZeroDivisionError: division by zero (line 1)."),
+    ("{'format': [1.0], 'answer': [1.0, 0.0]}",
+     "must return in 'answer' a score from 0 to 1 for each of the texts, here 1, and returned 2: [1.0, 0.0]."),
     ("{'format': [1.0], 'answer': [1.5]}",
      "must return in 'answer' a score from 0 to 1 for each of the texts, here 1, and returned [1.5]."),
     ("{'format': [1.0], 'answer': [1.0], 'short': [1.0]}", "returned short, for which weights(cfg) of the file has no"),
@@ -164,6 +167,12 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
 def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str, said: str) -> None:
     task = load(tmp_path, f"def grade(texts, questions): return {returned}")
     with pytest.raises(ConfigError, match=re.escape(said)):
+        task.grade(["a"], [Question("", "?", "1")])
+
+
+def test_a_grade_that_takes_other_arguments_is_told_by_the_name_of_its_file(tmp_path: Path) -> None:
+    task = load(tmp_path, "def grade(texts): return 3")
+    with pytest.raises(ConfigError, match=r"mine.py: grade\(texts, questions\) raised TypeError: .* 1 positional arg"):
         task.grade(["a"], [Question("", "?", "1")])
 
 
