@@ -143,7 +143,7 @@ def close_engine(engine: Engine) -> None:
 def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     """Build the policy, engine and data of a run.
 
-    Raises ConfigError if model, data or device do not fit `cfg`. Also raises it if `cfg`, data or device
+    Raises ConfigError if model, data, grader or device do not fit `cfg`. Also raises it if `cfg`, data or device
     differ from what an earlier session of the run recorded in `directory`.
     """
     if cfg.cpu_threads:
@@ -162,6 +162,8 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     notes = [*task.warnings, *question_counts.check_counts(cfg, len(task.train), len(task.heldout))]
     if question_counts.are_questions_here(cfg):  # then the command has printed them, before it started this process
         notes = []
+    if cfg.task.module:
+        task.grade([""], task.train[:1])  # so that a mistake in the user's file is said before the model loads
     directory.refuse_other_device(device.type)
     try:
         policy = build_policy(cfg, device)

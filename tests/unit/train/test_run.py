@@ -93,6 +93,16 @@ def test_a_run_without_a_checkpoint_goes_on_with_its_questions_on_its_device_or_
         run_module.build_session(cfg, directory, Stop())
 
 
+def test_a_mistake_in_a_grader_is_said_before_the_model_loads(tiny, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run_module, "build_policy", lambda *_: pytest.fail("loaded the model"))
+    module = tmp_path / "one_key.py"
+    module.write_text("def grade(texts, questions): return {'answer': [1.0 for _ in texts]}")
+    cfg = tiny(task__module=str(module))
+    directory = claimed(tmp_path / "run", cfg)
+    with pytest.raises(ConfigError, match=r"one_key.py: grade\(texts, questions\) must return a dict of scores"):
+        run_module.build_session(cfg, directory, Stop())
+
+
 def test_a_template_that_writes_the_date_keeps_the_day_on_which_the_run_began(tiny, tmp_path: Path) -> None:
     model = Path(shutil.copytree(ASSETS, tmp_path / "model"))
     template = model / "chat_template.jinja"
