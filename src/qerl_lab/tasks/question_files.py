@@ -4,6 +4,7 @@ A row that cannot become a question is left out and counted. More than 1% of suc
 file or its columns are wrong.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -203,6 +204,8 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     """Parse a line as a JSON object. Raises BadRow if it is none."""
     try:
         row = parse_json(line)
+    except json.JSONDecodeError as error:  # its own text counts lines too, from the start of this one
+        raise BadRow(f"is not JSON ({error.msg}: character {error.pos + 1})") from None
     except ValueError as error:
         raise BadRow(f"is not JSON ({error})") from None
     if not isinstance(row, dict):

@@ -102,7 +102,7 @@ def _gsm8k(id: str, row: Row) -> Question:
     answer = row.text("answer")
     gold = answer.rpartition("####")[2].strip()
     if "####" not in answer or number(gold) is None:
-        raise BadRow(f"has no number after `####`: {answer[-80:]!r}")
+        raise BadRow(f"has no number after `####` (write for example `#### 72`): {answer[-80:]!r}")
     return Question(id, row.text("question"), gold.replace(",", ""))
 
 

@@ -16,7 +16,7 @@ from qerl_lab.config.task import BigMathConfig, TaskConfig
     ({"question": "Two?", "answer": 2}, "has no text in 'answer', but int"),
     ({"question": None, "answer": "#### 2"}, "has no 'question'"),
     ({"question": " ", "answer": "#### 2"}, "has nothing in 'question'"),
-    *(({"question": "Two?", "answer": answer}, "has no number after `####`")
+    *(({"question": "Two?", "answer": answer}, "has no number after `####` (write for example `#### 72`): ")
       for answer in ("4", "#### four")),
     ([1, 2], "is JSON but no object"),
 ])  # fmt: skip
@@ -29,7 +29,8 @@ def test_a_bad_row_is_left_out_counted_and_named(tmp_path: Path, row: Any, said:
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    (b'{"question": "cut', "is not JSON"),
+    (b'{"question": "cut', "is not JSON (Invalid control character at: character 18)"),
+    (b'{"question": "Two?"', "is not JSON (Expecting ',' delimiter: character 21)"),
     (b'{"question": "\xff\xfe", "answer": "#### 1"}', "is not JSON ('utf-8' codec can't decode byte"),
     (b'{"question": "\\ud800", "answer": "#### 1"}', "has half a character (a lone surrogate) in 'question'"),
 ])  # fmt: skip
