@@ -292,7 +292,7 @@ def test_a_sweep_that_is_stopped_when_all_is_done_is_done(standin: Path) -> None
 def test_a_sweep_that_is_refused_leaves_no_directory(
     standin: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object, is_here: bool) -> None:
+    def refuse(*_: object, **_of_call: bool) -> None:
         raise ConfigError("no room")
 
     monkeypatch.setattr(preflight, "check", refuse)

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,20 @@ def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"and its checkpoints take 0\.09 GiB"):
         preflight.check(plain(format__name="bf16", lora__rank=0), Path.cwd() / "run")
     assert preflight.check(plain(format__name="bf16"), Path.cwd() / "run") == []
+
+
+def test_a_run_that_continues_is_told_no_directory_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`resume` refuses run_dir= and checkpoint.keep=."""
+    usage = shutil.disk_usage(".")._replace(free=2**20)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(ConfigError, match=r"GiB\. Free some space, or copy the directory .*: resume=COPY\.$"):
+            preflight.check(plain(), tmp_path, is_begun=True)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match=r"read-only for you\. Type another: run_dir=DIR"):
+        preflight.check(plain(), tmp_path)
+    with pytest.raises(ConfigError, match=r"read-only for you\. Make it writable, or copy the .*: resume=COPY\.$"):
+        preflight.check(plain(), tmp_path, is_begun=True)
 
 
 def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypatch: pytest.MonkeyPatch) -> None:

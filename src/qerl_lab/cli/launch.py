@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import resume_override
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system import exits, terminal
@@ -98,10 +99,12 @@ class SweepJob:
 
 
 def failure_message(run: RunDirectory) -> str:
-    """Format why a failed run failed, and which file has the traceback."""
+    """Format why a failed run failed, and which file has the traceback, or after a full disk what to type."""
     file = run.path / "FAILED"
-    more = f"\n{terminal.format_path(file)} has the traceback" if file.stat().st_size else ""  # empty: a full disk
-    return f"failed: {run.reason}{more}"
+    if file.stat().st_size:
+        return f"failed: {run.reason}\n{terminal.format_path(file)} has the traceback"
+    line = f"{terminal.python_command()} -m qerl_lab {resume_override(terminal.format_path(run.path))}"
+    return f"failed: {run.reason}. Free some space, then continue with\n  {line}"
 
 
 def start(

@@ -272,7 +272,7 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
             f"{more if run.last_saved() == made else 'It kept no checkpoint to continue from: start a new run.'}"
         )
     else:
-        preflight.check(run.config(), directory)
+        preflight.check(run.config(), directory, is_begun=True)
     if jobs_per_gpu is not None:
         run.share_gpu(int(jobs_per_gpu))
     return _print_unfinished(launch.start(run, TypedCommand(command)), run)
@@ -318,13 +318,15 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
             checked.append(job)
             continue
         try:
-            notes = [*job.notes, *preflight.check(job.config, job.run_dir, is_here=is_here and not is_dry)]
+            is_used = is_here and not is_dry
+            found = preflight.check(job.config, job.run_dir, is_here=is_used, is_begun=job.begun)
+            notes = [*job.notes, *found]
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None
         try:
             if is_dry and is_here:
-                preflight.check_machine(job.config, job.run_dir)
+                preflight.check_machine(job.config, job.run_dir, is_begun=job.begun)
             elif is_dry and first.launcher != "local":
                 cluster.check_can_submit(first)
         except ConfigError as error:

@@ -29,11 +29,12 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 )
 
 
-def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
+def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True, is_begun: bool = False) -> list[str]:
     """Check a run's model, questions and directory before its start. Return notes to print (`question_counts.check`).
 
-    With `is_here` the run will use this machine, and `check_machine` is called too. Raises ConfigError for a run that
-    would fail at its start.
+    With `is_here` the run will use this machine, and `check_machine` is called too. `is_begun` says that the run
+    continues in `run_dir`, so that no other directory can be typed. Raises ConfigError for a run that would fail at its
+    start.
     """
     on_disk.check_content(cfg)
     folder = on_disk.local_path(cfg.model.path)
@@ -48,17 +49,20 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     above = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         wrong = f"written: {above} is read-only for you" if above.is_dir() else f"made: {above} is a file"
-        raise ConfigError(
-            f"the run directory {run_dir} cannot be {wrong}. Type another: run_dir=DIR, for a sweep "
-            "hydra.sweep.dir=DIR."
-        )
+        remedy = "Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
+        if is_begun:
+            remedy = "Make it writable, or copy the directory and continue the copy: resume=COPY."
+        raise ConfigError(f"the run directory {run_dir} cannot be {wrong}. {remedy}")
     if is_here:
-        check_machine(cfg, run_dir)
+        check_machine(cfg, run_dir, is_begun=is_begun)
     return question_counts.check(cfg)
 
 
-def check_machine(cfg: RunConfig, run_dir: Path) -> None:
-    """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
+def check_machine(cfg: RunConfig, run_dir: Path, *, is_begun: bool = False) -> None:
+    """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space.
+
+    `is_begun` is as in `check`.
+    """
     folder, values, has_gpu = on_disk.local_path(cfg.model.path), values_of(cfg), machine.has_gpu()
     _check_device(cfg, has_gpu)
     _check_model_size(cfg, folder)
@@ -70,7 +74,7 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
     check_engine(cfg)
     if cfg.tracking.wandb:
         require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
-    _check_disk(cfg, folder, run_dir)
+    _check_disk(cfg, folder, run_dir, is_begun=is_begun)
 
 
 def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
@@ -158,8 +162,11 @@ def parameters_in_name(hub_id: str) -> int | None:
     return int(max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in found)) if found else None
 
 
-def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
-    """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints."""
+def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path, *, is_begun: bool) -> None:
+    """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints.
+
+    `folder` is the model's local directory, `is_begun` as in `check`.
+    """
     count = _count_parameters(cfg.model.path, folder) or 0
     trained = count
     if not cfg.trains_all:
@@ -167,7 +174,10 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
     needed = RECORD_BYTES + trained * (4 + cfg.optim.moment_bytes) * (min(cfg.checkpoint.kept, written) + 1)
     needed += 2 * trained if cfg.trains_all else 0  # RUN_DIR/model, in bfloat16
-    _refuse_full_disk(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
+    advice = "Type run_dir=DIR on another disk, or checkpoint.keep=1."
+    if is_begun:
+        advice = "Free some space, or copy the directory to another disk and continue the copy: resume=COPY."
+    _refuse_full_disk(run_dir, needed, "its checkpoints", advice)
     store = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()  # by huggingface_hub's rules
     remedy = "Set HF_HOME to a directory on another."
     if folder is None and gguf.is_gguf(cfg.model.path):
