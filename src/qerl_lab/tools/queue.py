@@ -198,6 +198,13 @@ def run(options: RunOptions) -> None:
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
+    if to_make and not any(RunDirectory(machine.run_folder(planned)).is_claimed for planned in to_make):
+        needed, given = queue.estimate_seconds(to_make[0]), options.lease or options.minutes
+        print(
+            f"{with_noun(len(to_make), 'run')} left, none started: the next needs "
+            f"{max(needed, START_SECONDS) / 60:.1f} minutes, and {'lease' if options.lease else 'minutes'}={given:g}"
+        )
+        return
     print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
 
 

@@ -164,6 +164,13 @@ def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(lab: Lab)
     assert (lab.folder / "here" / key / "evaluations" / "one").is_dir()
 
 
+def test_too_few_minutes_for_any_run_are_said(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    run(RunOptions(queue=str(lab.folder / "queue.yaml"), runs=str(lab.folder), pack=str(lab.folder), minutes=0.5))
+    assert lab.calls.made == []
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "1 run left, none started: the next needs 1.0 minutes, and minutes=0.5"
+
+
 @pytest.mark.parametrize(("jobs", "part"), [(1, []), (2, ["jobs_per_gpu=2"])])
 def test_a_run_beside_others_takes_its_part_of_the_gpu(lab: Lab, jobs: int, part: list[str]) -> None:
     lab.calls.endings = [FAILED, FAILED]
