@@ -1,6 +1,7 @@
 """Compare arms: choose the runs that count, build a row per arm, and format the report for the terminal."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from qerl_lab.report.table import mean_and_interval
 from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
-NO_BASELINE = f"No arm is {BASELINE}: type baseline=ARM for differences."
 # Settings that limit what a verdict is about. `notes` warns if the arms of a comparison differ in one of them.
 CONDITIONS = (
     "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
@@ -211,8 +211,14 @@ def text(comparison: Comparison, baseline: str | None) -> str:
             parts.append(f"after - {baseline} uses only seeds that both arms have; {', '.join(both)}.")
     parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
-        parts.append(NO_BASELINE)
+        parts.append(describe_no_baseline(comparison))
     return "\n\n".join(part for part in [*parts, list_left_out(comparison)] if part)
+
+
+def describe_no_baseline(comparison: Comparison) -> str:
+    """Say that the default baseline is missing, and what to type; an arm's label may need quotes in a shell."""
+    label = shlex.quote(next(iter(comparison.arms)))
+    return f"No arm is {BASELINE}: for differences type for example baseline={label}."
 
 
 def list_left_out(comparison: Comparison) -> str:

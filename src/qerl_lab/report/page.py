@@ -147,7 +147,7 @@ def html(
     if len(compared.arms) < 2:
         differences = ""
     elif baseline is None:
-        differences = comparison.NO_BASELINE
+        differences = comparison.describe_no_baseline(compared)
     else:
         differences = "arms.csv has the differences in accuracy and gain to the baseline."
     environment = Environment(autoescape=True, undefined=StrictUndefined)

@@ -279,7 +279,13 @@ def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, printed: Callable[.
     for seed in range(3):
         shutil.rmtree(sweep / f"bf16-{seed}")
     make_run(sweep / "aqn", "nvfp4_aqn", 0)
-    assert "No arm is bf16: type baseline=ARM for differences." in printed("sweep")
+    assert "No arm is bf16: for differences type for example baseline=nvfp4." in printed("sweep")
+    for rate in (1e-4, 1e-3):
+        make_run(sweep / f"aqn-{rate}", "nvfp4_aqn", 0, optim__learning_rate=rate)
+    shutil.rmtree(sweep / "aqn")
+    for seed in range(3):
+        shutil.rmtree(sweep / f"nvfp4-{seed}")
+    assert "baseline='nvfp4_aqn (optim.learning_rate=0.0001)'." in printed("sweep")
 
 
 def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> None:

@@ -103,7 +103,7 @@ def test_it_says_where_the_differences_are_or_why_there_are_none(
         make_run(here / "runs" / arm, arm, 0)
     printed("runs", "out=results/mine")
     alone = Path("results/mine/report.html").read_text()
-    assert "No arm is bf16: type baseline=ARM for differences." in alone
+    assert "No arm is bf16: for differences type for example baseline=nvfp4." in alone
     assert "arms.csv has" not in alone
 
 
