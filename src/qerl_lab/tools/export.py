@@ -91,7 +91,7 @@ def export(options: ExportOptions) -> None:
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
         out = unfinished.folder
-        (out / "README.md").write_text(card(options, cfg, run), encoding="utf-8")
+        (out / "README.md").write_text(f"{card(options, cfg, run)}\n", encoding="utf-8")
         (out / "run.yaml").write_text(run.config_text(), encoding="utf-8")
         if options.merged:
             write_dense(cfg, run.adapter, base, out, options.dtype, merged=True)

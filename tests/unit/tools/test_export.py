@@ -123,6 +123,8 @@ def test_plain_vllm_has_them_too(runs: Runs, tmp_path: Path) -> None:
 def test_the_card_says_what_it_is_and_what_came_out(runs: Runs, tmp_path: Path) -> None:
     made = exported(tmp_path / "mine", runs["nvfp4"][0])
     _, head, body = (made / "README.md").read_text().split("---\n", 2)
+    assert body.endswith(".\n")
+    assert not body.endswith("\n\n")
     assert yaml.safe_load(head)["library_name"] == "peft"
     for said in (
         "pocket in nvfp4, GRPO on arithmetic", "+0.250 [+0.100, +0.400]", "0.100, 0.700", "rank 4, alpha 6", "ab" * 32,
