@@ -233,6 +233,8 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
             f"Type {resume_override(given)} alone, with steps=N to extend a finished run, or with jobs_per_gpu=N if "
             "other runs share its GPU. For jobs=N or launcher=NAME of a sweep, type the line that began the sweep."
         )
+    if not given.strip():  # a variable of the shell that is not set; as a path it would be this directory
+        raise ConfigError("resume= is empty; allowed: the directory of a run or a sweep. Type resume=RUN_DIR.")
     if steps is not None and not steps.isdecimal():
         raise ConfigError(f"steps={steps} is not a whole number. Type for example steps=100.")
     if jobs_per_gpu is not None:

@@ -93,6 +93,7 @@ def refused(line: str, capsys) -> str:
         ("word", ["word cannot be read", "KEY=VALUE"]),
         ("evaluate accuracy runs/x", ["Type python -m qerl_lab.evaluate."]),
         ("train +experiment=nvfp4", ["train cannot be read", "leave train out"]),
+        ("resume=", ["resume= is empty", "Type resume=RUN_DIR"]),
         ("resume='a'", ["/a is no directory"]),
         ("resume=a resume=b", ["resume is given 2 times"]),
         ("seed=1 -m lora.rank=3 resume=run", ["-m seed=1 lora.rank=3 cannot be typed with it"]),
