@@ -79,8 +79,8 @@ def _compare_amounts(left: Amount, right: Amount) -> bool:
 
     A long decimal also equals the number from which it was rounded, see `_is_rounding_of`.
     """
-    if left.letters is not None and right.letters is not None:
-        return _compare_nodes(left.letters, right.letters)
+    if left.letters is not None and right.letters is not None and _compare_nodes(left.letters, right.letters):
+        return True
     for amount, other in ((left, right), (right, left)):  # two metres, `2 m`, may also be 2 times m
         if amount.letters is not None and names(other.node) and _compare_nodes(amount.letters, other.node):
             return True
