@@ -41,8 +41,8 @@ def equal(left: Form, right: Form) -> bool:
 
 
 def _unwrap_single(form: Form) -> Form:
-    """Replace a list, set or union with one part by that part, repeatedly; return other forms unchanged."""
-    if isinstance(form, Several) and form.brackets in ("", "{}", "or") and len(form.parts) == 1:
+    """Replace a list or set with one part by that part, repeatedly; return other forms unchanged."""
+    if isinstance(form, Several) and form.brackets in ("", "{}") and len(form.parts) == 1:
         return _unwrap_single(form.parts[0])
     return form
 

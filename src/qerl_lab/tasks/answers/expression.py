@@ -277,7 +277,7 @@ class _Reader:
         if token.text.isdigit() and self.sees("frac"):
             self.take()
             parts = [self.argument(), self.argument()]
-        elif token.text.isdigit() and is_typed and ahead[0].spaced:
+        elif token.text.isdigit() and is_typed:
             self.at += 3
             parts = [read_number(ahead[0].text), read_number(ahead[2].text)]
         whole = [part.value for part in parts if isinstance(part, Num) and not part.digits]

@@ -120,7 +120,7 @@ def _simple(text: str) -> Form | None:
         clock = f"{found[1]}:0" if ":" not in found[1] else found[1]  # 10 am is 10:00 am
         return Several(half or ":", tuple(Amount(read_expression(part.strip())) for part in clock.split(":")))
     if found := re.fullmatch(r"\(?\s*(?:\\text\{)?\(?\s*([A-Za-z])\s*\)?\}?\s*\)?[.:]?", text):
-        return Amount(Sym(found[1])) if found[1] not in "ie" else Amount(read_expression(found[1]))
+        return Amount(Sym(found[1]))
     if found := _MATRIX.fullmatch(text):
         rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", found[2].replace(r"\hline", ""))]
         cells = [[_read(cell, MAX_NESTING, listed=True) for cell in row.split("&")] for row in rows if row]
