@@ -242,7 +242,11 @@ def test_questions_that_are_too_long_are_counted(capsys, tmp_path) -> None:
     assert "math500: 1 question is longer than max_prompt_tokens=64, and left out" in capsys.readouterr().out
     assert read(tmp_path / "out")[1]["benchmarks"]["math500"]["too_long"] == 1
     assert go(*words, "max_prompt_tokens=4", "overwrite=true") == 2
-    assert "max_prompt_tokens=4 leaves out all 2 questions of math500" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "max_prompt_tokens=4 leaves out all 2 questions of math500" in refused
+    longest = refused.partition("Type ")[2].rstrip(".\n")  # a question as long as the limit is asked
+    assert go(*words, longest, "overwrite=true") == 0
+    assert read(tmp_path / "out")[1]["benchmarks"]["math500"]["too_long"] == 0
 
 
 def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys, monkeypatch) -> None:
@@ -291,6 +295,35 @@ def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
     )
     assert usual == again
     assert usual not in (rule, ignore)
+
+
+def test_an_evaluation_is_another_one_in_every_setting_that_changes_an_answer(tiny, tmp_path) -> None:
+    """Otherwise the answers to some would be printed for others."""
+    usual = identity(tiny())
+    for key, value in {
+        "seed": 1, "rollout__max_prompt_tokens": 255, "rollout__max_completion_tokens": 15, "rollout__batch_size": 3,
+        "eval__temperature": 0.5, "eval__top_p": 0.5, "lora__rank": 8, "lora__alpha": 1.0, "format__name": "nf4",
+    }.items():  # fmt: skip
+        assert identity(tiny(**{key: value})) != usual, key
+    for options in ({"questions": 3}, {"common": True}, {"grading": "first_character"}):
+        assert identity(tiny(), **options) != usual, options
+    assert identity(tiny(), ["gsm8k"]) != identity(tiny(), ["math500"])
+    adapters = []
+    for content in (b"one", b"two"):
+        (tmp_path / WEIGHTS).write_bytes(content)
+        trained = subject.Subject("a run", tiny(), adapter=tmp_path)
+        adapters.append(accuracy_run.identifying_settings(AccuracyOptions(), trained, [])["adapter"])
+    assert len({*adapters}) == 2
+
+
+def test_another_instruction_or_other_questions_are_another_evaluation() -> None:
+    def asked(instruction: str = "", **data: str) -> dict[str, Any]:
+        task = SimpleNamespace(name="gsm8k", instruction=instruction, data=data)
+        return accuracy_run.identifying_settings(AccuracyOptions(), subject.Subject("a run", RunConfig()), [task])
+
+    assert asked() == asked()
+    assert asked() != asked("Be brief.")
+    assert asked(heldout_sha256="a") != asked(heldout_sha256="b")
 
 
 def test_small_sets_get_more_samples_unless_somebody_says(tiny) -> None:

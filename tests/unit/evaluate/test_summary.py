@@ -59,11 +59,15 @@ def test_the_entropy_of_final_answers_by_hand() -> None:
     """Equal numbers are one answer, as are spellings of one text; samples without an answer are one more."""
     said = [
         ["7", "7.0", "<b>", "8"],
-        ["\\frac{1}{2}", r"\frac{1}{2}", None, None],
+        [r"\dfrac{1}{2}", r"\frac{1}{2}", None, None],
         ["0", "0.0", "-0", "+0"],
         ["a", "b", "c", "d"],
     ]
-    texts = ["so" if one is None else f"<think>x</think><answer>{one}</answer>" for group in said for one in group]
+    texts = [
+        f"so {draw}" if one is None else f"<think>x</think><answer>{one}</answer>"
+        for group in said
+        for draw, one in enumerate(group)
+    ]
     rows = answers([[0.0] * 4] * 4).assign(completion=texts)
     expected = [0.5 * np.log(2) + 2 * 0.25 * np.log(4), np.log(2), 0.0, np.log(4)]
     assert answer_entropies(rows).tolist() == pytest.approx(expected, abs=1e-12)
@@ -87,6 +91,14 @@ def test_the_table_has_a_row_a_benchmark_and_engine() -> None:
     lines = table(summarize_each(rows)).splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [["a", "own"], ["a", "common"], ["b", "own"], ["b", "common"]]
     assert all("0.750" in line and "@2 1.000" in line for line in lines[1:])
+
+
+def test_each_number_of_the_table_stands_below_its_head() -> None:
+    """With two samples or more of any benchmark there is pass@k, without pass@1, which is the accuracy."""
+    cut = answers([[1, 0], [1, 1]], format=0.5).assign(truncated=[True, False, False, False])
+    one, two = table(summarize_each(pd.concat([answers([[1.0]], "aime24"), cut]))).splitlines()[1:]
+    assert one.split()[-5:] == ["-", "-", "1.000", "10.0", "0.000"]
+    assert two.split()[-6:] == ["@2", "1.000", "0.000", "0.500", "15.0", "0.250"]
 
 
 # --- pairs
@@ -175,6 +187,42 @@ def test_what_ran_otherwise_is_said(tmp_path: Path) -> None:
     ]
 
 
+def test_two_seeds_and_two_versions_of_the_code_are_said(tmp_path: Path) -> None:
+    """One evaluation on each side is a pair whatever its seed; several need a seed that both have."""
+    folders = [write(tmp_path / side / str(seed), answers(A), seed) for side, seed in (("a", 0), ("b", 1), ("b", 2))]
+    for folder, commit in zip(folders, "xyz", strict=True):
+        about = json.loads((Path(folder) / ABOUT).read_text())
+        (Path(folder) / ABOUT).write_text(json.dumps(about | {"environment": {"git_sha": commit}}))
+    first, second = (compare.read_arm(folder) for folder in folders[:2])
+    _, notes = compare.pair_evaluations(first, second)
+    assert notes[0] == "A has seed 0 and B seed 1: they differ in more than what is compared"
+    assert notes[-1] == "they come from 2 versions of the code: x, y"
+    with pytest.raises(ConfigError, match=r"A has the seeds \[0\] and B \[1, 2\], none of both"):
+        compare.pair_evaluations(first, compare.read_arm(str(tmp_path / "b")))
+
+
+def test_a_note_on_several_pairs_is_listed_once(tmp_path: Path) -> None:
+    for side, device in (("a", "cpu"), ("b", "cuda")):
+        for seed in (0, 1):
+            write(tmp_path / side / str(seed), answers(A), seed, device=device)
+    _, notes = compare.pair_evaluations(*(compare.read_arm(str(tmp_path / side)) for side in "ab"))
+    assert len(notes) == 1
+
+
+def test_what_a_stopped_command_left_is_no_evaluation(tmp_path: Path) -> None:
+    for name in ("x", "y.partial", "z.replaced"):
+        write(tmp_path / name, answers(A), seed=3)
+    assert list(compare.read_arm(str(tmp_path))) == [3]
+
+
+def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", answers(A))
+    about = json.loads((tmp_path / "a" / ABOUT).read_text())
+    (tmp_path / "a" / ABOUT).write_text(json.dumps(about | {"schema": SCHEMA - 1}))
+    with pytest.raises(ConfigError, match="of another version of the lab"):
+        compare.read_arm(folder)
+
+
 def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
     packed = pd.concat([answers(A), answers(B, engine="common")])
     found = compared(write(tmp_path / "a", answers(A), dense=True), write(tmp_path / "b", packed))
@@ -251,6 +299,31 @@ def test_a_folder_without_an_evaluation_is_refused_with_the_command_that_makes_o
         compared(write(tmp_path / "a", answers(A)), str(empty))
     line = str(told.value).partition("accuracy ")[2].partition(" first")[0]
     assert parse_options(AccuracyOptions, shlex.split(line)).run == str(empty)
+
+
+def test_one_sample_a_question_has_its_accuracy_alone(tmp_path: Path) -> None:
+    a, b = (write(tmp_path / name, answers([[1], [value]])) for name, value in (("a", 0), ("b", 1)))
+    assert [one.measure for one in compared(a, b)] == ["accuracy"]
+
+
+def test_the_engines_of_a_benchmark_stand_together(tmp_path: Path) -> None:
+    """The rows of an evaluation have all benchmarks of one engine first."""
+    rows = pd.concat([answers(A, name, engine) for engine in ("own", "common") for name in ("b", "a")])
+    found = compared(*(write(tmp_path / name, rows) for name in "xy"))
+    pairs = [("b", "own"), ("b", "common"), ("a", "own"), ("a", "common")]
+    assert [(one.benchmark, one.engine) for one in found if one.measure == "accuracy"] == pairs
+
+
+def test_differences_are_listed_with_the_mean_of_each_side_and_the_sampling_where_it_differs() -> None:
+    changes = pd.DataFrame([[0.25, 0.2, 0.3] * 20])
+    one, other = (compare.Difference("gsm8k", "own", how, "accuracy", 0.5, 0.75, changes) for how in (HOT, COOL))
+    head, line = compare.table([one]).splitlines()
+    assert "sampling" not in head
+    assert line.split()[2:7] == ["accuracy", "60", "0.500", "0.750", "+0.250"]
+    assert 0 < float(line.split()[-1]) < 1e-9, "a small p is no 0.000"
+    _, hot, cool = compare.table([one, other]).splitlines()
+    assert HOT in hot
+    assert COOL in cool
 
 
 def test_answers_without_completions_have_no_entropy(tmp_path: Path) -> None:
