@@ -29,3 +29,9 @@ def test_large_counts_stay_exact() -> None:
 @pytest.mark.parametrize(("samples", "expected"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (16, [1, 2, 4, 8, 16])])
 def test_a_table_tells_the_powers_of_two_and_all(samples: int, expected: list[int]) -> None:
     assert powers_of_two(samples) == expected
+
+
+@pytest.mark.parametrize(("k", "right"), [(0, 1), (5, 1), (2, -1), (2, 5)])
+def test_what_four_samples_cannot_have_is_refused(k: int, right: int) -> None:
+    with pytest.raises(ValueError, match="of 4 samples; allowed: "):
+        pass_at(k, [right], 4)

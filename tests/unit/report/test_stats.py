@@ -52,6 +52,7 @@ def test_what_does_not_vary_is_spelled_without_an_interval(values: np.ndarray) -
 
 @pytest.mark.parametrize(("interval", "given", "said"), [
     (paired_interval, (series([1, 0], "ab"), series([1, 0], "ac")), "the same questions before and after, two"),
+    (paired_interval, (series([1], "a"), series([0], "a")), "two at least"),
     (over_seeds, (np.zeros((1, 8)),), "two seeds at least, and every value"),
     (over_seeds, ([[0, math.nan], [0, 0]],), "two seeds at least, and every value"),
     (share_interval, (np.array([0.5, np.nan]), 1), r"needs a value in \[0, 1\]"),
@@ -76,6 +77,21 @@ def test_questions_that_differ_by_less_than_the_rest_add_nothing() -> None:
     values = np.array([[0.0, 0.4], [0.6, 0.2]])
     half = 12.7062047 * math.sqrt(0.02 / 2)
     assert over_seeds(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
+
+
+def test_answers_that_differ_give_seeds_a_variance_although_their_means_agree() -> None:
+    """Seed means are 1/3, question means 1/2, 1/2, 0; the rest has the variance 4 * (1/2)^2 / 2, over 3 questions."""
+    values = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    assert stats.variance_components(values) == pytest.approx((0, 0))
+    assert stats.variance_components(values, floored=True) == pytest.approx((1 / 6, 0))
+
+
+def test_the_mean_of_an_arm_leaves_out_seeds_without_answers_and_stays_among_possible_values() -> None:
+    values = pd.DataFrame([[math.nan, math.nan], [1.0, 0.5], [1.0, 1.0]])
+    mean, low, high = over_seeds(values.to_numpy()[1:])
+    assert low < 0
+    assert high > 1
+    assert stats.mean_of_arm(values, stats.SHARE) == (mean, 0, 1)
 
 
 SHARES = {  # standard deviations over seeds, over questions, of the rest
@@ -146,6 +162,12 @@ def test_the_p_value_and_the_interval_over_seeds_and_questions_agree() -> None:
         assert (found < 0.05) == (not low <= 0 <= high)
         seen.add(found < 0.05)
     assert seen == {True, False}
+
+
+def test_one_sided_p_values_of_an_effect_and_its_opposite_add_up_to_one() -> None:
+    p, opposite = (stats.p_above(mean, (0.01, 0.04), seeds=4, questions=10) for mean in (0.1, -0.1))
+    assert p < 0.5 < opposite
+    assert p + opposite == pytest.approx(1)
 
 
 def test_equal_differences_are_no_proof() -> None:

@@ -60,6 +60,7 @@ def test_an_effect_that_is_there_is_found(kind: str, effect: float, right: str, 
 
 def test_p_values_are_corrected_by_holm() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # 4, 3, 2, 1 times; no falling
+    assert holm([0.6, 0.7]) == [1, 1]
 
 
 def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() -> None:
