@@ -43,14 +43,16 @@ def test_runs_that_do_not_count_are_named_with_the_reason(sweep: Path) -> None:
     make_run(sweep / "again", "bf16", 0, ended=4e9)
     why = f"FloatingPointError: loss is NaN at step 3, {'and more ' * 99}\n\nTraceback"
     make_run(sweep / "failed", "bf16", 3, failed=why)
-    (make_run(sweep / "stopped", "bf16", 4) / "DONE").unlink()
+    ((stopped := make_run(sweep / "stopped", "bf16", 4)) / "DONE").unlink()
+    of_two_steps = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)[:2]
+    (stopped / "metrics.jsonl").write_text("".join(of_two_steps))
     RunDirectory(sweep / "waiting").claim(config("bf16", 5), TypedCommand("the command"))
     found = comparison.read([sweep])
     assert [record.name for record in found.arms["bf16"]] == ["sweep/again", "sweep/bf16-1", "sweep/bf16-2"]
     assert sorted(found.left_out) == [
         "sweep/bf16-0: repeated by sweep/again, with the same settings and seed",
         f"sweep/failed: failed (FloatingPointError: loss is NaN at step 3, {'and more ' * 28}...)",
-        "sweep/stopped: interrupted, or still running (step 4 of 4)",
+        "sweep/stopped: interrupted, or still running (step 2 of 4)",
         "sweep/waiting: not run",
     ]
     row = arms_of(sweep).loc["bf16"]

@@ -60,13 +60,26 @@ def test_summarize(run_dir: Path) -> None:
 def test_summarize_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run_dir: Path) -> None:
     (run_dir / "eval.parquet").unlink()
     with (run_dir / "metrics.jsonl").open("ab") as file:
-        file.write(encode_line(20, {"memory/gpu_peak_gib": 3.5}))
+        file.write(encode_line(19, {"memory/gpu_peak_gib": 3.5}) + encode_line(20, {"memory/gpu_peak_gib": 2.5}))
     result = runs.summarize(RunDirectory(run_dir), seconds=1.0)
     assert "accuracy_gain" not in result
     assert result["memory_gpu_peak_gib"] == 3.5
     text = run_summary.closing(result)
     assert "held-out" not in text
     assert "3.50 GiB on the GPU" in text
+
+
+def test_speeds_are_tokens_over_seconds_of_all_steps_and_memory_is_the_largest(tmp_path: Path) -> None:
+    """100 tokens in 1 s, then 60 in 3 s, each step with half a second of rollouts."""
+    steps = [
+        {"step/seconds": 1.0, "step/tokens_per_second": 100.0, "memory/rss_gib": 2.0},
+        {"step/seconds": 3.0, "step/tokens_per_second": 20.0, "memory/rss_gib": 1.0},
+    ]
+    lines = [encode_line(number, metrics_of(number, steps=2) | own) for number, own in enumerate(steps, 1)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    result = runs.summarize(RunDirectory(tmp_path), seconds=1.0)
+    assert (result["tokens_per_second"], result["rollout_tokens_per_second"]) == (40, 160)
+    assert (result["share_rollout"], result["memory_rss_gib"]) == (0.25, 2)
 
 
 def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:

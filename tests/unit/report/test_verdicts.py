@@ -263,8 +263,25 @@ def test_measures_of_a_curve() -> None:
     assert [gain([run], [slow]).loc[0, "run"] for run in (slow, fast)] == pytest.approx([0.3, 0.6])
     with pytest.raises(Unmeasured, match="no rise to be half of"):
         steps([slow], [flat])
+    with pytest.raises(Unmeasured, match=r"went from 0\.400 to 0\.100: no rise"):
+        steps([slow], [curve("bf16", 0, [0.4, 0.3, 0.2, 0.1])])
+    evaluated = replace(slow, steps=slow.steps.reindex(range(5)))  # a row of step 0, before training
+    for name in ("answers_mean", "answers_last", "answers_gain"):
+        assert MEASURES[name].of([evaluated], []).equals(MEASURES[name].of([slow], []))
     worse = replace(flat, settings=slow.settings | {"optim.learning_rate": "0.1"})
     assert steps([slow], [slow, worse, worse]).loc[0, "run"] == 3  # the rise is that at the control's best rate
+
+
+@pytest.mark.parametrize("entropy", [math.nan, math.inf])
+def test_a_number_that_is_none_is_no_measure(entropy: float) -> None:
+    with pytest.raises(Unmeasured, match="not finite"):
+        MEASURES["entropy_first"].of([record({}, 0, 0.3), record({}, 1, entropy)], [])
+
+
+def test_accuracy_is_no_measure_of_an_arm_where_one_run_was_not_evaluated() -> None:
+    runs = [record({}, 0, 0.3), replace(record({}, 1, 0.3), accuracy={})]
+    with pytest.raises(Unmeasured, match="runs without held-out evaluation"):
+        MEASURES["accuracy_after"].of(runs, [])
 
 
 def test_one_lucky_first_batch_is_no_half_of_the_rise() -> None:
