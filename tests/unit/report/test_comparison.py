@@ -108,6 +108,7 @@ def test_a_damaged_run_is_named_and_an_older_sound_one_counts(here: Path, how: s
     (line,) = found.left_out
     assert line.startswith("runs/damaged: damaged (")
     assert said in line
+    assert any(note.startswith("The record of 1 run is damaged: put") for note in comparison.notes(found))
 
 
 def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_named(here: Path) -> None:
@@ -276,7 +277,9 @@ def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, printed
 
 
 def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, printed: Callable[..., str]) -> None:
-    assert "after - nvfp4" in printed("sweep", "baseline=nvfp4")
+    said = printed("sweep", "baseline=nvfp4")
+    assert "after - nvfp4" in said
+    assert "also reflects" not in said, "what the baseline's experiment declares goes without saying, too"
     assert "after -" not in printed("sweep/bf16-0"), "one arm has nothing to be compared with"
     for seed in range(3):
         shutil.rmtree(sweep / f"bf16-{seed}")

@@ -81,6 +81,11 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     (row,) = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])
     assert row.verdict == Verdict.UNDECIDED
     assert "has one value of optim.learning_rate" in row.why
+    base = contrast.control_settings["format.name"]
+    (row,) = verdicts(
+        claim, [run for run in runs if run.value("format.name") != base or run.value(LEARNING_RATE) == "1"]
+    )
+    assert "has one value of optim.learning_rate" in row.why, "one arm's best would stand beside no choice"
 
 
 def test_a_seed_that_changes_the_choice_of_the_best_widens_the_interval() -> None:
@@ -308,6 +313,7 @@ def steps_claim(treated: list[int], control: list[int]) -> Row:
 
 def test_a_run_that_never_gets_there_is_a_bound_and_no_number() -> None:
     exact = [1, 2, 1, 2, 1]
+    assert steps_claim([9] * 5, exact).numbers.censored == 0  # there in the last step
     never = steps_claim([10] * 5, exact).numbers
     assert (never.censored, never.effect[2]) == (5, math.inf)
     assert never.effect[1] > 1
