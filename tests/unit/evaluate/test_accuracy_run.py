@@ -5,6 +5,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from qerl_lab import rollout, tasks
 from qerl_lab.config.paths import WEIGHTS
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import accuracy_run, subject
@@ -133,6 +134,31 @@ def test_a_run_is_asked_as_it_evaluates_itself_unless_another_sampling_is_typed(
     rows, about = read(tmp_path / "typed")
     assert [one["sampling"] for one in about["results"]] == ["temperature 0.6, top-p 1, 20 tokens"]
     assert rows["tokens"].max() == 20
+
+
+def test_each_typed_option_replaces_the_value_of_the_run(run_dir) -> None:
+    def asked(**typed: float) -> tuple[float, ...]:
+        cfg = subject.resolve_subject(AccuracyOptions(run=str(run_dir), device="cpu", **typed)).cfg
+        lengths = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
+        return cfg.seed, cfg.eval.temperature, cfg.eval.top_p, cfg.rollout.batch_size, *lengths
+
+    typed = {
+        "seed": 7, "temperature": 0.2, "top_p": 0.3, "batch_size": 5, "max_prompt_tokens": 99,
+        "max_completion_tokens": 9,
+    }  # fmt: skip
+    assert asked() == (0, 1.0, 1.0, 8, 256, 16)
+    assert asked(**typed) == tuple(typed.values())
+
+
+def test_a_benchmark_is_asked_as_the_run_asks_its_own_task_or_as_its_file_says() -> None:
+    own = TaskConfig(name="gsm8k", path="/a", instruction="mine")
+    assert subject.task_config(own, "gsm8k", None) == own
+    assert subject.task_config(own, "gsm8k", "/b") == replace(own, path="/b")
+    math, arithmetic = (subject.task_config(own, name, None) for name in ("math500", "arithmetic"))
+    assert (math.path, math.instruction) == (None, "mine"), "its file has no instruction"
+    assert arithmetic.instruction.startswith("Reply as <think>")
+    (brief,) = subject.load_benchmarks(AccuracyOptions(benchmarks=["arithmetic"], instruction=""), RunConfig())
+    assert brief.messages(brief.heldout[0]) == [{"role": "user", "content": brief.heldout[0].prompt}]
 
 
 def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, capsys) -> None:

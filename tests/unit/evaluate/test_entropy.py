@@ -4,15 +4,20 @@ import copy
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from scipy import stats as scipy_stats
 
+from qerl_lab import formats
+from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
 from qerl_lab.evaluate.evaluate_options import EntropyOptions
+from qerl_lab.evaluate.weight_error import LayerError
+from qerl_lab.model.weight_files import local_folder
 from qerl_lab.quantize import __main__ as quantize
 
 SMALL = ["questions=8", "max_completion_tokens=24", "device=cpu"]
@@ -109,6 +114,39 @@ def test_a_checkpoint_is_named_by_its_own_record(tmp_path: Path, words: str, nam
     (packed / "quality.json").unlink()  # as another program's, whose config.json tells neither method nor rule
     (arm,) = entropy.arms_to_measure(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == unrecorded
+
+
+def test_all_formats_are_all_packed_ones_and_a_dense_checkpoint_is_none() -> None:
+    arms = entropy.arms_to_measure(EntropyOptions(checkpoints=["pocket"]))
+    names = [next(arms).name for _ in range(4)]
+    assert sorted(names) == ["fp8 rtn", "mxfp4 rtn", "nf4 rtn", "nvfp4 rtn"]
+    with pytest.raises(ConfigError, match="in checkpoints is dense; allowed: packed ones"):
+        next(arms)
+    assert list(entropy.arms_to_measure(EntropyOptions(formats=["bf16"]))) == []
+
+
+def test_another_seed_samples_other_completions() -> None:
+    one, other = (
+        entropy.sample_texts(EntropyOptions(questions=2, max_completion_tokens=8, seed=seed), torch.device("cpu"))
+        for seed in (0, 1)
+    )
+    assert one.pairs != other.pairs
+
+
+@pytest.mark.parametrize(("method", "fits"), [("awq", True), ("gptq", False)])
+def test_the_scales_that_awq_moved_away_are_no_error_of_a_weight(
+    texts: entropy.Texts, monkeypatch: pytest.MonkeyPatch, method: str, fits: bool
+) -> None:
+    asked: list[bool] = []
+
+    def layers(*_: object, fit_scales: bool) -> Iterator[LayerError]:
+        asked.append(fit_scales)
+        yield LayerError(torch.ones(1, 1), torch.ones(1, 1))
+
+    monkeypatch.setattr(entropy.weight_error, "layers", layers)
+    cfg = entropy.run_config(EntropyOptions(), "nf4")
+    row = entropy.measure_arm(entropy.Arm(cfg, formats.build(cfg.format), method), texts, local_folder("pocket", None))
+    assert (asked, row["weight_error"]["relative"]) == ([fits], 0)
 
 
 def test_each_configuration_has_its_own_directory() -> None:

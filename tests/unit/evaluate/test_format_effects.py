@@ -22,8 +22,8 @@ def test_the_values_of_a_block() -> None:
 
 
 def test_what_is_stored_of_the_largest_weights() -> None:
-    weight = torch.zeros(2, 32)
-    weight[0, 3], weight[1, 20], weight[1, 21] = -5.0, 4.0, 1.0
+    weight = torch.zeros(1, 64)  # two blocks
+    weight[0, 3], weight[0, 52], weight[0, 53] = -5.0, 4.0, 1.0
     assert format_effects.largest_of_blocks(MXFP4, weight).tolist() == pytest.approx(
         [0.8, 1.0]
     )  # 5 lies between 4 and 6
@@ -56,11 +56,14 @@ def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> 
     noise = format_effects.effects_of_noise(texts, [0.05, 0.1, 0.2], draws=2)
     assert noise["kl"].groupby(noise["sigma"]).mean().is_monotonic_increasing
     assert noise["kl"].min() > 0
+    assert noise["draw"].tolist() == [1, 2] * 3
     assert all(torch.equal(norm, before[name]) for name, norm in texts.policy.norms.items())
     assert format_effects.with_noise(texts, Noise(0.0, seed=0, step=1))[1].abs().max() < 1e-9
     target = noise["kl"].groupby(noise["sigma"]).mean()
     as_much = format_effects.effects_at_kl(texts, noise, pd.Series({"x": (target[0.1] * target[0.2]) ** 0.5}))
-    assert 0.1 < as_much.loc["x", "sigma"] < 0.2
+    assert as_much.loc["x", "sigma"] == pytest.approx((0.1 * 0.2) ** 0.5)  # half-way in logarithms
+    again = format_effects.effects_of_noise(texts, [as_much.loc["x", "sigma"]], draws=2)
+    assert as_much.loc["x", "kl"] == pytest.approx(again["kl"].mean())
     with pytest.raises(ValueError, match="x: a KL of 1 is outside those measured"):
         format_effects.effects_at_kl(texts, noise, pd.Series({"x": 1.0}))
     figure = plots.plot_noise_and_formats(noise, format_effects.effects_of_formats(texts, "pocket", [NVFP4]))

@@ -41,6 +41,8 @@ def test_formats_and_sigmas_are_measured_on_the_same_completions(
     assert 1e-4 < rows["format", "nvfp4"][0] < rows["format", "mxfp4"][0]
     assert float(rows["format", "nvfp4"][1]) > 0
     assert 1e-4 < rows["sigma", "0.05"][0] < rows["sigma", "0.3"][0] / 10
+    least, most = re.search(r"(\S+) to (\S+) over 2 draws", lines[-1]).groups()
+    assert float(least) < float(most), "each draw is another"
 
 
 def test_relative_noise_is_other_noise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
