@@ -162,6 +162,12 @@ def test_runs_of_another_task_stand_beside_no_accuracy_and_no_entropy_on_gsm8k(t
     assert "paper" not in entropies.about
 
 
+def test_runs_of_another_algorithm_stand_beside_no_accuracy_by_grpo(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", "bf16", 0, algorithm__name="gspo", **ON_GSM8K)
+    first, *_ = tables(comparison.read([tmp_path]), None)
+    assert first.rows[0][-1] == "pass@n after"
+
+
 @pytest.mark.parametrize("baseline", ["bf16", None])
 def test_without_shared_seeds_or_a_baseline_no_speed_is_a_ratio(tmp_path: Path, baseline: str | None) -> None:
     for arm, seed in (("bf16", 0), ("nvfp4", 1)):

@@ -205,6 +205,7 @@ def test_of_runs_that_shared_a_card_no_time_and_no_speed_is_drawn_or_tabled(tmp_
     for arm in ("bf16", "nvfp4"):
         began = {"command": f"python -m qerl_lab {'jobs=2 jobs_per_gpu=2' if arm == 'nvfp4' else ''}"}
         make_run(tmp_path / arm, arm, 0, began=began)
+    make_run(tmp_path / "alone", "nvfp4", 1)  # one of two that shared is enough
     found = comparison.read([tmp_path])
     timed = {"reward-by-time", "throughput-by-step", "throughput-by-time"}
     alone = comparison.compare([record for record in found.runs if record.experiment == "bf16"], {})
