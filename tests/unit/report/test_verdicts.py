@@ -14,7 +14,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.report.claims import Claim, Guardrail, of_paper
 from qerl_lab.report.effects import find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
-from qerl_lab.report.runs import FINISHED, Run, run_from
+from qerl_lab.report.runs import FINISHED, Origin, Run, run_from
 from qerl_lab.report.stats import holm, p_above, variance_components
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
 from qerl_lab.report.verdicts import PValues, Row, Verdict, floor_variances, set_verdicts
@@ -145,6 +145,14 @@ def test_rows_of_arms_at_their_own_best_learning_rate_are_labelled_with_none() -
     made = [one for rank, own in rates.items() for rate in own for one in of(rate, rank)]
     rows = verdicts(replace(SCALAR, best_of=LEARNING_RATE), made)
     assert [row.context for row in rows[:2]] == [(("lora.rank", "16"),), (("lora.rank", "32"),)]
+
+
+def test_one_run_that_was_made_for_other_claims_is_enough_for_a_verdict_to_be_not_preregistered() -> None:
+    runs = [replace(run, origin=Origin(claims_sha256=SCALAR.file.sha256)) for run in few()]
+    assert verdicts(SCALAR, runs)[0].registered == "preregistered: all 8 runs record this file's hash"
+    row = verdicts(SCALAR, [replace(runs[0], origin=Origin(claims_sha256="of others")), *runs[1:]])[0]
+    assert row.registered == "not preregistered: 7 of 8 runs record this file's hash"
+    assert not row.is_registered
 
 
 def test_only_shared_seeds_and_questions_count() -> None:
