@@ -176,6 +176,27 @@ BUGS = [
     Bug("evaluation has the temperature of training", "evaluate/accuracy.py",
         "cfg.eval.temperature, cfg.eval.top_p", "cfg.rollout.temperature, cfg.eval.top_p",
         "unit/evaluate/test_accuracy.py"),
+    Bug("answers to some questions are printed for all", "evaluate/accuracy_run.py",
+        '"questions": options.questions, "seed"', '"seed"',
+        "unit/evaluate/test_accuracy_run.py::test_an_evaluation_is_another_one_in_every_setting_that_changes_an_answer"),
+    Bug("every draw of noise is the same", "evaluate/sigma.py",
+        "for step in range(1, DRAWS + 1)]", "for step in [1] * DRAWS]",
+        "unit/evaluate/test_sigma_command.py::test_formats_and_sigmas_are_measured_on_the_same_completions"),
+    Bug("the root of a negative number is positive", "tasks/answers/value.py",
+        "return -root if negative else root", "return root",
+        "unit/tasks/answers/test_judge.py::test_every_case_of_the_table_is_decided_as_it_says"),
+    # report
+    Bug("one preregistered run makes a contrast preregistered", "report/verdicts.py",
+        "if holding < len(runs):", "if holding == 0:",
+        "unit/report/test_verdicts.py::"
+        "test_one_run_that_was_made_for_other_claims_is_enough_for_a_verdict_to_be_not_preregistered"),
+    Bug("the step before training counts", "report/measures.py",
+        'run.steps.loc[1:, "reward/answer"]', 'run.steps.loc[:, "reward/answer"]',
+        "unit/report/test_verdicts.py::test_measures_of_a_curve"),
+    Bug("a run's speed is the mean over its steps", "report/runs.py",
+        '"tokens_per_second": float(tokens.sum() / spent),',
+        '"tokens_per_second": float(steps["step/tokens_per_second"].mean()),',
+        "unit/report/test_report.py"),
 ]  # fmt: skip
 
 

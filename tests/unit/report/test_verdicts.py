@@ -224,6 +224,13 @@ def test_an_effect_smaller_than_the_smallest_that_matters_cannot_contradict_the_
         assert ("cannot contradict the paper's +0.034 (Figure 5 7B, +-0.004)" in row.why) == cannot
 
 
+def test_a_paper_s_effect_is_small_or_large_in_the_direction_of_the_claim() -> None:
+    """The paper's +0.034 is no fall of 0.02."""
+    row = verdicts(replace(SCALAR, direction=-1, smallest=0.02), few(8, effect=0.0))[0]
+    assert row.verdict == "excluded"
+    assert "cannot contradict the paper's +0.034" in row.why
+
+
 def test_a_row_says_whether_its_interval_holds_the_papers_value() -> None:
     for effect, said in ((0.1, "outside"), (0.035, "inside")):
         assert of_paper_text(verdicts(SCALAR, few(8, effect=effect))[0]) == f"+0.034 (Figure 5 7B, +-0.004, {said})"

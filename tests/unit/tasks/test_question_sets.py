@@ -100,6 +100,13 @@ def test_rows_that_dapo_repeats_count_once_and_other_rows_of_one_id_are_bad(tmp_
     assert "train.jsonl:1501 has the id '9a9b6eb4-0003' of a row before it" in said
 
 
+def test_the_last_message_of_a_chat_is_the_question_of_dapo(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Half of 4?"}]
+    file = hub_rows.write_jsonl(tmp_path / "train.jsonl", [hub_rows.dapo(1) | {"prompt": chat}])
+    task = tasks.load(TaskConfig(name="dapo_math", path=str(file)))
+    assert [question.prompt for question in (*task.train, *task.heldout)] == ["Half of 4?"]
+
+
 @pytest.mark.parametrize(("levels", "count"), [("3-5", 300), ("4-5", 200), ("all", 500)])
 def test_bigmath_takes_the_levels_that_are_asked_for(tmp_path: Path, levels: str, count: int) -> None:
     rows = [hub_rows.bigmath(n) | {"level": (n % 5 + 1, f"Level {n % 5 + 1}", n % 5 + 1.0)[n % 3]} for n in range(500)]
