@@ -63,6 +63,14 @@ def test_a_set_without_a_test_split_holds_a_share_out_by_wording(tmp_path: Path,
     assert {question.answer for question in tasks.load(cfg, training=None).heldout} == heldout
 
 
+def test_the_same_questions_are_held_out_in_every_version(tmp_path: Path) -> None:
+    """Otherwise a later evaluation asks what an earlier run was trained on."""
+    assert [n for n in range(60) if tasks.is_heldout(f"question {n}")] == [9, 18, 25, 26, 29, 35, 59]
+    hub_rows.write_jsonl(tmp_path / "train.jsonl", [hub_rows.bigmath(n) for n in range(400)])
+    found = tasks.load(TaskConfig(name="bigmath", path=str(tmp_path)), training=None).heldout
+    assert [question.id for question in found] == [f"bigmath-train-{n}" for n in (49, 179, 207, 319)]
+
+
 @pytest.mark.parametrize(("name", "kept"), [
     ("data/train.jsonl", True), ("main/train-00000-of-00002.parquet", True), ("train.parquet", True),
     ("train.json", False), ("other/train.jsonl", False),
