@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,31 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
     assert [row["beside"] for row in rows] == [[row["own"], "rank2"] for row in rows]
     assert [row["arm"] for row in rows if row["own"] == "fp8"] == alike
     assert list(Path(small["scratch"]).iterdir()) == []
+
+
+def test_completions_of_a_mean_length_have_a_checkpoint_that_ends_them(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of the vocabulary of 300, and the end token that is never sampled."""
+    plays(
+        monkeypatch,
+        "config = json.loads(Path(job['scratch'], 'bf16', 'generation_config.json').read_text())\n"
+        "write({'ends': len(config['eos_token_id'])})",
+    )
+    (row,) = arm_processes.run(StepOptions(arms=["bf16"], mean_tokens=10, **small))
+    assert row["ends"] == 31
+
+
+def test_an_arm_ends_with_the_first_of_its_processes_that_fails(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for it; its last lines tell why."""
+    plays(monkeypatch, "if os.environ['LOCAL_RANK'] == '0': time.sleep(60)\nprint(*range(100), sep='\\n')\nsys.exit(3)")
+    started = time.monotonic()
+    (row,) = arm_processes.run(StepOptions(arms=["bf16 device=cpu gpus=2"], groups=2, **small))
+    assert time.monotonic() - started < 50
+    assert row["died"] == "exit status 3, and no row"
+    assert row["log"].splitlines() == [str(n) for n in range(60, 100)]
 
 
 @pytest.mark.parametrize(
