@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench_jobs import ARCHITECTURE, FakeSampler
+from bench_jobs import ARCHITECTURE, FakeSampler, fake_llm
 from qerl_lab.bench import arm_processes, gpu, rollout
 from qerl_lab.bench.bench_options import RolloutOptions
 from qerl_lab.bench.job import Job, kv_gib
@@ -133,6 +134,16 @@ def test_a_row_has_the_settings_that_decide_the_speed() -> None:
     row = next(iter(rollout.measure(FakeSampler(answer), job_of(options()))))
     expected = {"max_num_seqs": 4, "prefix_caching": True, "model_runner": 2, "kv_tokens": 16_000, "kv_gib": 1.0}
     assert row == row | expected | {"weights_gib": (8 * 4 + 4) * 4 / 2**30}
+
+
+def test_shared_weights_count_once_and_a_share_of_the_gpu_has_no_size_of_a_cache() -> None:
+    """As of TRL's vLLM, which has a share of the GPU."""
+    llm = fake_llm()
+    llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes = None
+    head, embedding = torch.nn.Linear(8, 4, bias=False), torch.nn.Embedding(4, 8)
+    head.weight = torch.nn.Parameter(embedding.weight.data)  # another parameter on the same memory
+    llm.apply_model = lambda function: [function(torch.nn.ModuleList([head, embedding]))]
+    assert rollout.memory(llm) == {"weights_gib": 4 * 8 * 4 / 2**30, "kv_gib": None}
 
 
 def test_the_clock_is_the_middle_of_whole_lines() -> None:

@@ -148,6 +148,10 @@ def test_the_first_step_does_not_count(tmp_path: Path) -> None:
     row = step.summarize(job(tmp_path, LAB, options()), found(), micro_batch=8)
     assert row["step_seconds"] == 2.5
     assert row["tokens_per_second"] == 128 / 5
+    slow = found()[-1] | {"step_seconds": 10.0}
+    row = step.summarize(job(tmp_path / "three", LAB, options(steps=3)), [*found(), slow], micro_batch=8)
+    assert row["step_seconds"] == 3, "the median"
+    assert row["tokens_per_second"] == 192 / 15
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,9 @@ def test_the_record_tells_other_data_from_the_same(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(text)
     after = tasks.load(TaskConfig(name="gsm8k", path=str(tmp_path))).data
     assert {key for key in before if before[key] != after[key]} == {"training_sha256"}
+    solved = steps_folder(tmp_path, [2], [3])
+    usual, worked = (tasks.load(solved, training=kind).data["training_sha256"] for kind in ("train", "worked"))
+    assert usual != worked, "solutions, or tests of a program, are data too"
     json.dumps(after)
 
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qerl_lab import tasks
@@ -174,6 +175,8 @@ def test_the_format_may_be_paid_for_a_thought_or_a_right_answer_only(paid: str, 
     assert parts["format"].tolist() == pytest.approx(earned_by_format)
     assert parts["answer"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert task.grade(texts, questions)["format"].tolist() == [1.0] * 4  # what an evaluation counts
+    partly = task.weighted({"format": np.ones(1), "answer": np.full(1, 0.5)}, texts[:1])
+    assert partly["format"].tolist() == [0.0 if paid == "right" else 0.2], "half right is not right"
 
 
 def test_a_new_task_is_one_module_and_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
