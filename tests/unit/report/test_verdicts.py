@@ -78,6 +78,8 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     (row,) = verdicts(claim, runs)
     # Seed 0's own luck at rate 2 is not taken for it; the others see it, and take rate 2.
     assert row.numbers.at_least[:, 0] == pytest.approx([0.0, 0.2 - 0.31, 0.2 - 0.32])
+    (row,) = verdicts(replace(claim, direction=-1), runs)  # of a measure that should fall, the lowest is best
+    assert row.numbers.at_least[:, 0] == pytest.approx([0.3 - 0.9, 0.0, 0.0])
     (row,) = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])
     assert row.verdict == Verdict.UNDECIDED
     assert "has one value of optim.learning_rate" in row.why
