@@ -114,6 +114,20 @@ def test_a_seed_that_changes_the_choice_of_the_best_widens_the_interval() -> Non
     assert two[0].why == "seeds that both arms have: 2, of 3 that are needed"
 
 
+def test_the_guardrail_is_measured_where_the_claims_own_measure_is_best() -> None:
+    """At its best learning rate for entropy the treated arm is less accurate; at the other it would hold."""
+    (contrast,), runs = BEST.contrasts, list[Run]()
+    for rate, entropy, accuracy in ((RATES[0], 0.6, 0.2), (RATES[1], 0.4, 0.8)):
+        treated, control = (
+            settings | {LEARNING_RATE: rate} for settings in (contrast.treated_settings, contrast.control_settings)
+        )
+        for seed in range(3):
+            runs.append(record(treated, seed, entropy, np.full(4, accuracy)))
+            runs.append(record(control, seed, 0.3, np.full(4, 0.5)))
+    (row,) = verdicts(replace(BEST, guardrail=Guardrail("accuracy_after", 0.02)), runs)
+    assert row.numbers.guardrail == "broken"
+
+
 # --- which arms are compared
 
 
