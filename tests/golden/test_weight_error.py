@@ -1,5 +1,7 @@
 """The error of quantized weights against a direct computation in float64, and what is read from a checkpoint."""
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,6 +18,12 @@ FORMATS = [Nvfp4("max"), Nvfp4("four_over_six"), Mxfp4("round"), Mxfp4("ceil"), 
 def made(weight_format, seed: int = 0) -> LayerError:
     weight = 0.05 * torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)) ** 3
     return LayerError(weight, weight_format.dequantize(weight_format.quantize(weight), (64, 128), torch.float32))
+
+
+def test_squares_are_summed_in_float64_and_no_ratio_without_both_has_decibels() -> None:
+    assert weight_error.sum_of_squares(torch.tensor([1e25])) == pytest.approx(1e50)
+    assert weight_error.decibels(100.0, 1.0) == pytest.approx(20)
+    assert [weight_error.decibels(*pair) for pair in ((1.0, 0.0), (1.0, math.inf), (0.0, 1.0))] == [None] * 3
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=repr)

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
+import pytest
 
 from qerl_lab import tasks
 from qerl_lab.evaluate.accuracy import ask_questions, evaluate, evaluation_seed
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Completion, OnDone, Rollout, Sampling
+from qerl_lab.rollout.engine import Completion, EngineFailed, OnDone, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 
 
@@ -99,6 +100,7 @@ def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
     assert rows["accuracy"].tolist() == [0.5, 1.0, 0.5]
     assert rows["format"].tolist() == [0.0, 0.5, 0.0]
     assert rows["sample"].tolist() == [group[0] for group in texts]
+    assert rows["answer"].tolist() == [question.answer for question in task.heldout[:3]]
     assert rows["tokens"].tolist() == [sum(len(policy.tokenizer(t)["input_ids"]) for t in g) / 2 for g in texts]
 
 
@@ -123,6 +125,19 @@ def test_completions_that_were_cut_are_graded_and_counted(policy, tiny) -> None:
     assert found.rows["truncated"].tolist() == [0.5, 1.0]
     assert found.metrics()["eval/truncated_fraction"] == 0.75
     assert found.metrics()["eval/accuracy"] == 0.75
+
+
+def test_a_row_has_every_score_of_the_task(policy, tiny) -> None:
+    task = tasks.load(tiny().task)
+    engine = Scripted(policy, [["<answer>\\undefined{</answer>", "<answer>1</answer>"]])
+    rows, _ = ask_questions(engine, policy, task, task.heldout[:1], 2, Sampling(9, seed=0))
+    assert rows["unparsed"].tolist() == [1, 0]
+
+
+def test_answers_that_an_engine_left_out_are_its_failure(policy, tiny) -> None:
+    task = tasks.load(tiny().task)
+    with pytest.raises(EngineFailed, match="the engine gave 1 completions for 1 prompts; asked: 2"):
+        ask_questions(Scripted(policy, [["1"]]), policy, task, task.heldout[:1], 2, Sampling(9, seed=0))
 
 
 def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:

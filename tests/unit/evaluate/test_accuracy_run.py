@@ -6,6 +6,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qerl_lab import rollout, tasks
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
-from qerl_lab.config.schema import RunConfig, TaskConfig
+from qerl_lab.config.schema import FormatConfig, RunConfig, TaskConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import accuracy_run, subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.evaluate.summary import ABOUT, ROWS
+from qerl_lab.formats import Nvfp4
+from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
@@ -122,6 +126,7 @@ def test_the_released_codes_grading_counts_the_first_character(run_dir, tmp_path
     assert about["identity"]["grading"] == "first_character"
     said = [f"<think>a</think><answer>{answer}</answer>" for answer in ("16", "18", " 18", "28", "", "$18")] + ["18"]
     assert accuracy_run.same_first_character(said, ["18"] * 7) == [1, 1, 1, 0, 0, 0, 0]
+    assert accuracy_run.same_first_character(["no answer"], [""]) == [0]
 
 
 def test_a_run_is_asked_as_it_evaluates_itself_unless_another_sampling_is_typed(run_dir, tmp_path, capsys) -> None:
@@ -187,6 +192,8 @@ def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, bui
         assert common.is_dense
         assert not found.is_dense
         assert other.end_ids() == own.end_ids()
+        tensors = load_file(Path(common.cfg.model.path) / "model.safetensors")
+        assert {tensor.dtype for name, tensor in tensors.items() if name.endswith("_proj.weight")} == {torch.bfloat16}
         packed, dense = own.model(input_ids=ids).logits, other.model(input_ids=ids).logits
         without = other.model.get_base_model()
         with other.model.disable_adapter():
@@ -209,6 +216,44 @@ def test_two_engines_are_never_in_memory_together(run_dir, tmp_path, monkeypatch
     monkeypatch.setattr(policy, "build", build_and_count)
     assert go(f"run={run_dir}", "questions=2", "samples=1", "common=true", f"out={tmp_path / 'out'}") == 0
     assert alive == [0, 0, 0]
+    rows, about = read(tmp_path / "out")
+    assert rows["engine"].unique().tolist() == ["own", "common"]
+    assert about["own_is_common"] is False
+
+
+@pytest.mark.parametrize("common", [True, False])
+def test_a_dense_base_is_asked_once_and_a_note_says_why(tmp_path: Path, common: bool) -> None:
+    words = ["benchmarks=arithmetic", "questions=2", "samples=1", "max_completion_tokens=4", f"common={common}".lower()]
+    assert go("model=pocket", *words, f"out={tmp_path / 'out'}") == 0
+    rows, about = read(tmp_path / "out")
+    assert (rows["engine"].unique().tolist(), about["own_is_common"]) == (["own"], True)
+    assert about["notes"] == ["its own engine is the common one: bf16 is dense"] * common
+
+
+def test_a_run_is_asked_on_the_day_on_which_it_started(run_dir, tmp_path) -> None:
+    """As a template may print it."""
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    RunDirectory(copy).begin_session(datetime(2020, 5, 5, 12).timestamp())  # of the local day
+    for adapter in (True, False):
+        found = subject.resolve_subject(AccuracyOptions(run=str(copy), adapter=adapter, device="cpu"))
+        assert found.day == date(2020, 5, 5)
+
+
+def test_the_seed_of_a_model_alone_is_that_of_its_sampling() -> None:
+    """By it two evaluations of models are paired."""
+    for seed in (None, 3):
+        found = subject.resolve_subject(AccuracyOptions(model="pocket", seed=seed, device="cpu"))
+        assert (found.run_seed, found.cfg.seed) == (seed or 0, seed or 0)
+
+
+def test_a_server_has_no_common_engine(run_dir) -> None:
+    with pytest.raises(ConfigError, match="common=true with rollout=vllm_server"):
+        subject.resolve_subject(AccuracyOptions(run=str(run_dir), rollout="vllm_server", common=True, device="cpu"))
+
+
+def test_a_checkpoint_is_loaded_with_the_layers_that_it_leaves_dense() -> None:
+    stored = PackedAs(Nvfp4("max"), ("lm_head", "down_proj"))
+    assert subject.packed_format(stored) == FormatConfig(name="nvfp4", ignore=["lm_head", "down_proj"])
 
 
 def lose_a_matrix(copy: Path) -> None:
@@ -339,7 +384,10 @@ def test_an_evaluation_is_another_one_in_every_setting_that_changes_an_answer(ti
         (tmp_path / WEIGHTS).write_bytes(content)
         trained = subject.Subject("a run", tiny(), adapter=tmp_path)
         adapters.append(accuracy_run.identifying_settings(AccuracyOptions(), trained, [])["adapter"])
-    assert len({*adapters}) == 2
+        trained = replace(trained, adapter=None, base=tiny().model)  # all weights
+        trained.cfg.model.path = str(tmp_path)
+        adapters.append(accuracy_run.identifying_settings(AccuracyOptions(), trained, [])["adapter"])
+    assert len({*adapters}) == 4
 
 
 def test_another_instruction_or_other_questions_are_another_evaluation() -> None:
@@ -409,3 +457,6 @@ def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: P
     assert ([one.id for one in own.heldout], own.name) == (["a", "b"], "mine")
     assert (len(named.heldout), named.name) == (3, "arithmetic")
     assert own.instruction == cfg.task.instruction
+    file.write_text(file.read_text().partition("def heldout")[0] + "def heldout(cfg): return []\n")
+    with pytest.raises(ConfigError, match="mine has no question to ask"):
+        subject.load_benchmarks(AccuracyOptions(run="x"), cfg)

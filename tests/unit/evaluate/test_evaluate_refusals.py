@@ -32,6 +32,7 @@ from qerl_lab.evaluate import __main__ as evaluate
         ("entropy prompts=gsm8", "prompts=gsm8 is no task; allowed: "),
         ("entropy questions=1", "questions=1 is not allowed; allowed: at least 2."),
         ("entropy formats=bf16", "formats=[bf16] leaves nothing to compare with the dense model"),
+        ("entropy formats=bf16 checkpoints=/no/where", "checkpoints=/no/where is no directory"),
         ("sigma sigmas=[abc]", "sigmas=[abc] is not allowed; allowed: a list of numbers. Type for example"),
         ("sigma sigmas=[0.1,inf]", "inf in sigmas=[0.1,inf] is not allowed; allowed: a finite number. Type for"),
         ("sigma sigmas=[]", "sigmas=[] is empty; allowed: numbers above 0. Type for example"),

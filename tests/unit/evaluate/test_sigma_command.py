@@ -20,8 +20,9 @@ def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     shutil.copytree(ASSETS, tmp_path / "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
     for name, message in (("packed", "is packed; allowed: the dense model"), ("wordless", "holds no tokenizer")):
-        assert evaluate.main(["sigma", f"model={tmp_path / name}"]) == 2
-        assert message in capsys.readouterr().err
+        for command in ("sigma", "entropy"):
+            assert evaluate.main([command, f"model={tmp_path / name}"]) == 2
+            assert message in capsys.readouterr().err
 
 
 def test_formats_and_sigmas_are_measured_on_the_same_completions(

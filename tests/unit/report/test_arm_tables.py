@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from qerl_lab.report import comparison, stats
 from qerl_lab.report.arm_tables import ENTROPIES, tables
 from qerl_lab.report.palette import format_tick
-from qerl_lab.report.table import Table, format_number
+from qerl_lab.report.table import Table, format_number, in_words, mean_and_interval, seeds_cell
 from run_directories import make_run
 
 AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
@@ -175,6 +176,17 @@ def test_without_shared_seeds_or_a_baseline_no_speed_is_a_ratio(tmp_path: Path, 
     accuracies, *_, speeds = tables(comparison.read([tmp_path]), baseline)
     assert not [head for head in speeds.rows[0] if " / " in head]
     assert cells(accuracies, "nvfp4")["after"] == "0.625 (1)"
+
+
+def test_a_cell_says_which_end_is_unknown_and_how_many_seeds_were_asked() -> None:
+    spelled = [mean_and_interval((2, *ends)) for ends in ((1, math.inf), (-math.inf, 3), (-math.inf, math.inf))]
+    assert spelled == [">= 2.000 [1.000, no bound]", "<= 2.000 [no bound, 3.000]", "2.000 [no bound, no bound]"]
+    assert seeds_cell(pd.DataFrame([[math.nan], [0.5]])) == "0.500 (1)"
+
+
+def test_a_list_in_words_has_semicolons_where_a_part_has_a_comma() -> None:
+    assert in_words(["a", "b", "c"]) == "a, b and c"
+    assert in_words(["a, b", "c", "d"]) == "a, b; c and d"
 
 
 @pytest.mark.parametrize(("spell", "value", "spelled"), [

@@ -1,6 +1,7 @@
 """Which runs are one arm, which count, and what the arm is called."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.report import results
-from qerl_lab.report.arms import choose_runs, differing_keys, fill_in_device, labels, shorten
+from qerl_lab.report.arms import choose_runs, differing_keys, drop_copies, fill_in_device, labels, number_first, shorten
 from qerl_lab.report.runs import FINISHED, Run, run_from
 
 BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
@@ -92,6 +93,8 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
     # models of a path each
     ([run("nvfp4", model__path=f"/x/{name}", model__hash=name * 3) for name in ("gptq", "awqq")],
      ["nvfp4 (model.path=/x/gptq)", "nvfp4 (model.path=/x/awqq)"]),
+    ([run("bf16", model__path=f"/x/{name}") for name in ("gptq", "awqq")],  # of a version that recorded no hash
+     ["bf16 (model.path=/x/gptq)", "bf16 (model.path=/x/awqq)"]),
     ([run("bf16", model__path="org/name"), run("bf16", model__path="/x/name", model__hash="a" * 12)],
      ["bf16 (model.path=org/name)", "bf16 (model.path=/x/name)"]),
     # a run of another version lacks a key
@@ -119,6 +122,17 @@ def test_a_sweep_of_learning_rates_is_an_arm_a_rate_in_the_order_of_the_rates() 
         (f"bf16 (optim.learning_rate={rate})", seed) for rate in ("1e-05", "3e-05", "0.0001") for seed in (0, 1)
     ]
     assert left_out == []
+
+
+def test_values_are_sorted_as_numbers_and_words_come_last() -> None:
+    assert sorted(["off", "10", "None", "-1", "9"], key=number_first) == ["-1", "9", "10", "None", "off"]
+
+
+def test_of_records_of_one_run_the_finished_one_counts_else_the_one_that_went_furthest() -> None:
+    early, late = (replace(run("bf16"), status="interrupted", ended=ended) for ended in (1.0, 2.0))
+    assert drop_copies([late, early]) == drop_copies([early, late]) == [late]
+    finished = replace(early, status=FINISHED)
+    assert drop_copies([finished, late]) == drop_copies([late, finished]) == [finished]
 
 
 @pytest.mark.parametrize("key", ["seed", "run_dir", "tracking.uri", "cpu_threads", "scale", "model.name", "resume"])

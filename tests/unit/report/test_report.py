@@ -171,6 +171,8 @@ def test_the_next_commands_name_the_run(here: Path) -> None:
     assert sample_command.read(samples[1:]).run_dir == "a run"
     assert report_command.read(report[1:]) == ReportOptions(sweep=["a run"], out="results/a run")
     assert export_command.read(export[1:]) == ExportOptions(run="a run", out="exports/a run")
+    (here / "a run" / "model").mkdir(parents=True)  # lora=full
+    assert "export" not in run_summary.next_steps(here / "a run")
 
 
 def test_a_server_is_opened_at_its_own_address(tmp_path: Path) -> None:
