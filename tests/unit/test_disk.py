@@ -47,7 +47,7 @@ def test_a_full_disk_leaves_no_half_of_a_file_and_what_another_process_writes_be
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"new")]
 
 
-@pytest.mark.parametrize("folder", ["file/below", "/proc/nowhere/below", "file"])
+@pytest.mark.parametrize("folder", ["file/below", "/proc/nowhere/below", "file", "/proc"])
 def test_a_folder_that_cannot_be_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:

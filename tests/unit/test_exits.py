@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -54,6 +55,18 @@ def test_what_ends_a_command_is_one_message_and_its_code(
 
     assert exits.command(work)([]) == code
     assert capfd.readouterr() == ("", said)
+
+
+def test_output_that_no_disk_took_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert exits.command(lambda words: print("a table", end="") or 0)([]) == 1
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    assert capfd.readouterr().err == "error: [Errno 28] No space left on device\n"
 
 
 def test_a_bug_keeps_its_traceback_without_secrets() -> None:

@@ -80,6 +80,53 @@ def test_a_run_says_how_far_it_is(clock: list[float], capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith("held-out questions: 5/10 completions")
 
 
+def test_what_is_copied_is_counted_in_bytes(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.Amount("unpacking", 20 * 10**9) as bar:
+        clock[0] += 2
+        bar.advance(5 * 10**9, "tokenizer.json")
+    assert capsys.readouterr().err == "unpacking: 5.00GB/20.0GB, ETA 00:06, tokenizer.json\n"
+
+
+def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forty steps were done before: the first step of this session, each tenth of the run and the last are said."""
+    bar = terminal.Progress(105, 40)
+    for step in range(41, 106):
+        clock[0] += 2
+        bar.show(step, METRICS)
+    said = [line.split(", ")[:2] for line in capsys.readouterr().err.splitlines()]
+    assert said == [
+        [f"step {step}/105", f"ETA {left}"]
+        for step, left in ((41, "02:08"), (50, "01:50"), (60, "01:30"), (70, "01:10"), (80, "00:50"), (90, "00:30"),
+                           (100, "00:10"), (105, "00:00"))
+    ]  # fmt: skip
+
+
+def test_the_bar_of_a_resumed_run_stands_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    with terminal.Progress(100, 40) as progress:
+        progress.show(42, METRICS)
+        assert progress.bar is not None
+        assert progress.bar.n == 42
+    assert "42/100" in screen.getvalue()
+    terminal.say("a note")
+    assert screen.getvalue().endswith("a note\n")
+
+
+def test_names_stand_in_the_order_of_their_numbers() -> None:
+    names = ["rank128", "rank16", "10-bf16", "9-bf16", "full"]
+    assert sorted(names, key=terminal.by_numbers) == ["9-bf16", "10-bf16", "full", "rank16", "rank128"]
+
+
+def test_a_line_to_type_names_the_python_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(terminal.shutil, "which", lambda name: sys.executable)
+    assert terminal.python_command() == "python"
+    monkeypatch.setattr(terminal.shutil, "which", lambda name: "/usr/bin/python")
+    monkeypatch.chdir(tmp_path)
+    assert terminal.python_command() == sys.executable
+
+
 def test_the_collector_waits_and_is_back_also_after_an_error() -> None:
     gc.unfreeze()
     with terminal.quiet_imports():

@@ -12,7 +12,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
-from qerl_lab.system.processes import refuse_several_processes
+from qerl_lab.system.processes import rank_variables, refuse_several_processes
 from qerl_lab.train import ranks
 
 
@@ -40,6 +40,14 @@ def test_a_rank_that_the_run_has_started_is_allowed_and_no_other() -> None:
     refuse_several_processes({"WORLD_SIZE": "2"}, ranks=2)
     with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set"):
         refuse_several_processes({"WORLD_SIZE": "2"}, ranks=4)
+
+
+def test_each_rank_of_a_run_gets_its_place_and_all_one_address() -> None:
+    assert rank_variables(1) == [{}]
+    first, second = rank_variables(2)
+    assert {name: first[name] for name in first if first[name] != second[name]} == {"RANK": "0", "LOCAL_RANK": "0"}
+    assert (second["RANK"], second["LOCAL_RANK"]) == ("1", "1")
+    assert (second["WORLD_SIZE"], second["LOCAL_WORLD_SIZE"], second["MASTER_ADDR"]) == ("2", "2", "127.0.0.1")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from qerl_lab.config.paths import sha256
 from qerl_lab.record import checkpoint
 from qerl_lab.record.checkpoint import MANIFEST, STATE, last_step, load, newest, save, set_damaged_aside
+from qerl_lab.record.directory import RunDirectory
 
 FILES = {"adapter_model.safetensors": b"\x01" * 4000, "optimizer.pt": b"\x02" * 900, "sub/rng_state.pth": b"\x03" * 70}
 
@@ -161,8 +163,19 @@ def test_a_manifest_is_written_last_and_only_the_rename_makes_a_checkpoint(tmp_p
     )
     path = saved(tmp_path, 4)
     assert [(step, len(found)) for step, found in seen] == [(4, 1)]
-    assert {file.name for file in flushed} >= {Path(name).name for name in (*FILES, STATE, MANIFEST)}
+    names_of_files = {Path(name).name for name in (*FILES, STATE, MANIFEST)}
+    assert {file.name for file in flushed} >= names_of_files | {f".{path.name}.{os.getpid()}"}
     assert flushed[-1] == path.parent
+
+
+def test_what_is_flushed_is_on_the_disk(tmp_path, monkeypatch) -> None:
+    """The record is flushed before each checkpoint, which must not survive a crash of the machine alone."""
+    synced = set[str]()
+    monkeypatch.setattr(os, "fsync", lambda opened: synced.add(Path(f"/proc/self/fd/{opened}").resolve().name))
+    (tmp_path / "metrics.jsonl").touch()
+    RunDirectory(tmp_path).flush_metrics()
+    saved(tmp_path / "checkpoints", 1)
+    assert synced >= {"metrics.jsonl", "checkpoints", "optimizer.pt", MANIFEST}
 
 
 @pytest.mark.parametrize("text", ["[]", "{}"])

@@ -90,3 +90,14 @@ def test_a_run_that_goes_on_may_be_in_the_middle_of_a_line(tmp_path: Path) -> No
     lines = run.metrics()
     with_half_a_line(run.path / "metrics.jsonl")
     assert run.checked_metrics() == lines != []
+    (run.checkpoints / "step-000006").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="lacks 2 of 6 steps, the first of them 5"):
+        run.checked_metrics()
+
+
+def test_answers_come_in_the_order_in_which_they_were_given(tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
+    phases = run.evaluations()
+    assert list(phases) == ["before", "after"]
+    run.write_evaluations({"before": phases["before"], "step 20": phases["after"], "step 100": phases["after"]})
+    assert list(run.evaluations()) == ["before", "step 20", "step 100"]

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import time
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,13 @@ def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory) -> No
     assert run.overrides() == TYPED.words
 
 
+def test_the_sessions_of_a_run_stand_in_their_order(tmp_path: Path) -> None:
+    for name in ("env.json", "env.2.json", "env.10.json", "env.9.json"):
+        (tmp_path / name).write_text(f'{{"file": "{name}"}}')
+    found = [session["file"] for session in RunDirectory(tmp_path).environments()]
+    assert found == ["env.json", "env.2.json", "env.9.json", "env.10.json"]
+
+
 def test_an_instruction_that_looks_like_a_secret_leaves_a_record_that_can_be_read(tmp_path: Path) -> None:
     run, word = RunDirectory(tmp_path / "run"), 'task.instruction=End with the token: "#### n" and the number.'
     run.claim(RunConfig(), TypedCommand(shlex.join(["lab", word]), [word], "a/b"))
@@ -76,15 +84,37 @@ def test_an_instruction_that_looks_like_a_secret_leaves_a_record_that_can_be_rea
     assert run.overrides() == [word.replace("####", "***")]
 
 
-def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path) -> None:
+def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"is not empty\. Type resume="):
         run.claim(RunConfig(seed=4), TYPED)
+    with monkeypatch.context() as patch:  # both commands found nothing there
+        patch.setattr(RunDirectory, "refuse_used", lambda run: None)
+        with pytest.raises(FileExistsError):
+            run.claim(RunConfig(seed=4), TYPED)
     assert run.config().seed == 3
     finished = RunDirectory(tmp_path / "a b")
     finished.path.mkdir()
     (finished.path / "DONE").touch()
     with pytest.raises(ConfigError, match=f"finished run. Type run_dir=DIR .* or resume='{finished.path}' steps="):
         finished.claim(RunConfig(), TYPED)
+
+
+def test_of_a_refused_run_nothing_is_left_and_nothing_of_others_taken(run: RunDirectory) -> None:
+    """The folder above was made for the run; what another command put there stays, and so does a run that began."""
+    above = run.path.parent
+    (run.path / "metrics.jsonl").touch()
+    run.discard(above)
+    assert names(run.path) == {"resolved.yaml", "QUEUED", "metrics.jsonl"}
+    (run.path / "metrics.jsonl").unlink()
+    (above / "other").mkdir()
+    run.discard(above)
+    assert names(above) == {"other"}
+    (above / "other").rmdir()
+    for topmost, left in (("b", set()), ("b/c", {"b"})):
+        deep = RunDirectory(above / "b" / "c" / "run")
+        deep.claim(RunConfig(), TYPED)
+        deep.discard(above / topmost)
+        assert names(above) == left
 
 
 def test_two_processes_never_get_the_same_directory(tmp_path: Path) -> None:
@@ -116,7 +146,19 @@ def test_a_process_without_a_word_is_settled(
 def test_what_is_done_is_done_however_its_process_ends(run: RunDirectory) -> None:
     run.begin()
     run.finish({"seconds": 3.0})
+    run.fail("RuntimeError: of a rank that came too late")
     assert (run.settle(-signal.SIGKILL), run.status, run.result()) == (OK, "done", {"seconds": 3.0})
+
+
+def test_a_rank_that_was_killed_is_the_reason_and_not_what_the_others_said_of_its_loss(run: RunDirectory) -> None:
+    run.begin()
+    run.fail("DistBackendError: connection closed by peer")
+    assert run.settle(FAILURE, "rank 0 of 2") == FAILURE
+    assert run.reason.startswith("DistBackendError")
+    assert run.settle(-signal.SIGKILL, "rank 1 of 2") == FAILURE
+    assert run.reason.startswith("Killed: signal 9 (SIGKILL) ended rank 1 of 2")
+    assert run.settle(-signal.SIGTERM, "rank 1 of 2") == INTERRUPTED
+    assert run.status == "interrupted"
 
 
 def test_a_reason_of_the_run_s_own_stays(run: RunDirectory) -> None:
@@ -127,13 +169,17 @@ def test_a_reason_of_the_run_s_own_stays(run: RunDirectory) -> None:
     assert (run.status, run.reason) == ("failed", "ConfigError: no such model")
     run.begin()
     assert run.status == "interrupted", "a run that goes on has not failed"
+    shutil.rmtree(run.path)
+    run.fail("FileNotFoundError: metrics.jsonl")
+    assert run.reason == "FileNotFoundError: metrics.jsonl"
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_leaves_failed_empty_and_the_reason_on_the_screen(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
@@ -169,6 +215,7 @@ def test_the_seconds_of_a_run_are_those_of_all_its_sessions(tmp_path: Path) -> N
     run.begin_session(time.time() - 5)
     assert run.end_session() == pytest.approx(30 + 0 + 5, abs=1)
     assert run.sessions()[:2] == [[100.0, 130.0], [200.0, 200.0]]
+    assert run.first_day() == date.fromtimestamp(100)
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "time": {time.time() + 50}, "metrics": {{}}}}\n')
     run.begin_session(time.time() - 2)
     assert run.end_session() == pytest.approx(30 + 0 + 5 + 2, abs=1)

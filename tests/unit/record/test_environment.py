@@ -1,6 +1,7 @@
 """env.json and code.diff: what they hold, what they must not hold, and that a missing git is no failure."""
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -43,7 +44,10 @@ def commit(root: Path) -> str:
 def test_git_state_follows_the_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.git_state() == ("unknown", True)  # no commit yet, and a file that none holds
     sha = commit(checkout)
+    os.utime(checkout / "src" / "a.py", (1, 1))
+    index = (checkout / ".git" / "index").read_bytes()
     assert environment.git_state() == (sha, False)
+    assert (checkout / ".git" / "index").read_bytes() == index, "the user's own git finds it as it was, and unlocked"
     (checkout / "src" / "a.py").write_text("x = 2\n")
     assert environment.git_state() == (sha, True)
     git(checkout, "checkout", "-q", ".")
@@ -82,16 +86,18 @@ def test_missing_git_is_no_failure(run_dir: Path, monkeypatch: pytest.MonkeyPatc
     assert (env["git_sha"], env["dirty"]) == ("unknown", False)
 
 
-def test_environment_says_on_what_it_ran(checkout: Path, run_dir: Path) -> None:
+def test_environment_says_on_what_it_ran(checkout: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sha = commit(checkout)
+    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setattr(environment.os, "sysconf", {"SC_PHYS_PAGES": 2**24, "SC_PAGE_SIZE": 4096}.__getitem__)
     RunDirectory(run_dir).write_environment({"training_questions": 9}, linear_backend="fp4_tiles")
     env = json.loads((run_dir / "env.json").read_text())
     assert (env["data"], env["linear_backend"]) == ({"training_questions": 9}, "fp4_tiles")
     assert env["git_sha"] == sha
     assert env["python"] == ".".join(map(str, sys.version_info[:3]))
     assert env["packages"]["mlflow"]
-    assert env["cpu_count"] >= env["cpus_usable"] >= 1
-    assert env["memory_gib"] > 0
+    assert (env["cpu_count"], env["cpus_usable"]) == (os.cpu_count(), 1)
+    assert env["memory_gib"] == 64
     assert {"time", "command", "platform", "host", "cpu", "gpus"} <= set(env)
 
 
@@ -129,3 +135,5 @@ def test_gpus_are_named_with_their_driver(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     gpu = {"uuid": "c0-ffee", "name": "NVIDIA H200", "memory_gib": 141.0, "driver": "570.1", "cuda": "12.9"}
     assert environment._describe_gpus() == [gpu, gpu]
+    tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    assert environment._describe_gpus() == [gpu | {"driver": None}] * 2

@@ -108,6 +108,22 @@ def test_what_fails_before_a_file_is_complete_leaves_nothing(tmp_path, complete,
     assert os.listdir(tmp_path) == left
 
 
+def test_what_was_killed_at_the_last_rename_is_finished_by_the_same_command(tmp_path, monkeypatch):
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), begin(tmp_path / "out") as unfinished:
+        (unfinished.folder / "a").write_text("whole")
+        unfinished.note("a")
+        monkeypatch.setattr(Path, "rename", killed)
+        unfinished.finish()
+    monkeypatch.undo()
+    with begin(tmp_path / "out") as again:
+        assert again.has("a")
+        again.finish()
+    assert files(tmp_path / "out") == {"a": "whole"}
+
+
 @pytest.mark.parametrize("there", [[], ["out"], ["out.replaced"], ["out.replaced", "out"]])
 def test_the_name_is_there_when_it_is_whole_and_what_is_replaced_stays_until_then(tmp_path, there):
     """Also after a process that was killed while it renamed: the old one set aside, or the new one in place too."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, REMOVED, leaves, settings_of_arm, settings_of_run
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, REMOVED, leaves, settings_of_arm, settings_of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
@@ -97,7 +97,7 @@ def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_d
     assert {name: known[name] for name in ADDED} == dict(ADDED)
 
     def age(values: dict[str, Any]) -> None:
-        without(values, *ADDED, *OF_SWEEPS)
+        without(values, *ADDED, *OF_SWEEPS, *REGISTERED, "model.hash", "tracking.wandb")
         values["task"]["code_io"]["tests"] = 8  # deleted since, as in REMOVED
         values["rollout"]["vllm"]["sleep"] = False  # likewise, and every run of that time has it
 
@@ -158,10 +158,20 @@ def test_another_configuration_than_the_checkpoints_is_refused_by_its_keys(run_d
     cfg = RunDirectory(run_dir).config()
     cfg.checkpoint.every, cfg.cpu_threads, cfg.tracking.mlflow = 1, 7, False  # they decide nothing
     assert RunDirectory(run_dir).starting_point(cfg)
-    cfg.steps, cfg.lora.rank, cfg.seed = 600, 64, 3
-    said = "step-000004 was trained with: lora.rank=64 (was 32), seed=3 (was 0), steps=600 (was 12)."
+    cfg.steps, cfg.lora.rank, cfg.seed, cfg.gpus = 600, 64, 3, 2
+    said = "was trained with: lora.rank=64 (was 32), seed=3 (was 0), steps=600 (was 12), gpus=2 (was 1)."
     with pytest.raises(ConfigError, match=re.escape(said)):
         RunDirectory(run_dir).starting_point(cfg)
+
+
+def test_a_checkpoint_of_before_a_run_was_extended_is_gone_on_from(run_dir: Path) -> None:
+    """Extended at step 4 and at step 8, it was stopped before step 12 and lost its later checkpoints."""
+    save(run_dir, 4, edit(run_dir, lambda values: values.update(steps=8, extended=[4])))
+    extended = edit(run_dir, lambda values: values.update(steps=12, extended=[4, 8]))
+    assert RunDirectory(run_dir).starting_point(extended)
+    extended.extended = [8]
+    with pytest.raises(ConfigError, match=r"extended=\[\] \(was \[4\]\)"):
+        RunDirectory(run_dir).starting_point(extended)
 
 
 def test_with_overlap_another_number_of_steps_between_checkpoints_is_refused(run_dir: Path) -> None:
@@ -184,6 +194,16 @@ def test_another_device_is_refused(run_dir: Path) -> None:
     run.refuse_other_device("cpu")
     with pytest.raises(ConfigError, match="began on cpu, and here it would continue on cuda: one record would"):
         run.refuse_other_device("cuda")
+    (run_dir / "env.json").write_text('{"gpus": [{"name": "NVIDIA H200"}]}')
+    run.refuse_other_device("cuda")
+    edit(run_dir, lambda values: values.update(device="cpu"))  # it left the GPU of that machine alone
+    run.refuse_other_device("cpu")
+
+
+def test_a_file_of_code_without_a_hash_in_the_record_is_not_run(run_dir: Path) -> None:
+    """Else whoever may write the record could have any file run."""
+    with pytest.raises(ConfigError, match=r"has task\.module=/mine\.py without task\.module_hash, and every run"):
+        edit(run_dir, lambda values: values["task"].update(module="/mine.py"))
 
 
 @pytest.mark.parametrize(
