@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
-from qerl_lab.tracking.tracker import Tracker
+from qerl_lab.tracking.tracker import FINISH_SECONDS, Tracker
 from qerl_lab.train.__main__ import needs_no_traceback
 from run_directories import write_config
 
@@ -150,6 +152,14 @@ def test_uri_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert mlflow_uri(cfg, record) == "http://from-config:5000"
 
 
+def test_what_the_user_sets_for_mlflow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "99")
+    monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY")
+    mlflow.prepare_mlflow()
+    names = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_DISABLE_TELEMETRY")
+    assert [os.environ[name] for name in names] == ["99", "true"]
+
+
 def test_a_store_whose_password_no_record_keeps_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, record = RunConfig(), RunDirectory(tmp_path)
     record.note_mirror(uri="http://***@host:5000/x")
@@ -169,7 +179,9 @@ def test_a_resumed_run_without_its_password_trains_and_says_what_to_type(
     cfg.tracking.mlflow = True
     tracker = Tracker(cfg, RunDirectory(tmp_path))
     tracker.log(1, {"reward/mean": 0.5})
+    began = time.monotonic()
     tracker.finish("FINISHED")
+    assert time.monotonic() - began < FINISH_SECONDS / 2, "an error at the end is not waited for"
     (line,) = capsys.readouterr().err.splitlines()
     assert "Type MLFLOW_TRACKING_URI=URL" in line
     assert f"tracking resync {tmp_path}" in line
@@ -277,6 +289,8 @@ def test_a_run_and_its_resumption_are_one_run_without_a_step_twice(client: Clien
     cfg = RunConfig()
     cfg.tracking.mlflow, cfg.tracking.wandb = False, True
     write_config(tmp_path, cfg)
+    for name in ("samples.jsonl", "eval.parquet", "curves.png", "console.txt"):
+        (tmp_path / name).touch()
     for last_step, steps, status in ((0, (1, 2, 3), "KILLED"), (2, (3, 4), "FINISHED")):
         tracker = Tracker(cfg, RunDirectory(tmp_path), last_step=last_step)
         for step in steps:
@@ -286,10 +300,45 @@ def test_a_run_and_its_resumption_are_one_run_without_a_step_twice(client: Clien
     assert run.id == json.loads((tmp_path / "mlflow.json").read_text())["key"]
     assert run.lines == [(step, {"reward/mean": float(step)}) for step in (1, 2, 3, 4)]
     assert (run.summary, run.exit_code) == ({"accuracy_after": 0.5}, 0)
-    assert set(run.files) == {"resolved.yaml", "metrics.jsonl"}
+    assert set(run.files) == {"resolved.yaml", "metrics.jsonl", "samples.jsonl", "eval.parquet", "curves.png"}
     assert client.asked["mode"] == "offline"
     assert client.asked["config"]["lora.rank"] == "32"
     assert tracker.is_mirrored is None
+
+
+@pytest.mark.parametrize(("is_done", "exit_code"), [(False, 1), (True, 0)])
+def test_an_error_ends_a_run_as_failed_unless_it_is_done(
+    client: Client, tmp_path: Path, is_done: bool, exit_code: int
+) -> None:
+    cfg = RunConfig()
+    cfg.tracking.mlflow, cfg.tracking.wandb = False, True
+    write_config(tmp_path, cfg)
+    with pytest.raises(ZeroDivisionError), Tracker(cfg, RunDirectory(tmp_path)) as tracker:
+        if is_done:
+            RunDirectory(tmp_path).finish({})
+        raise ZeroDivisionError
+    if is_done:
+        tracker.finish("FINISHED")
+    (run,) = client.runs.values()
+    assert run.exit_code == exit_code
+
+
+@pytest.mark.parametrize(("variables", "mode"), [
+    ({}, "offline"), ({"WANDB_API_KEY": "k"}, "online"), ({"WANDB_API_KEY": "k", "WANDB_MODE": "shared"}, "shared"),
+    ({"NETRC": "HERE/netrc"}, "online"), ({"NETRC": "HERE/netrc", "WANDB_BASE_URL": "https://own.host"}, "offline"),
+])  # fmt: skip
+def test_who_has_logged_in_is_mirrored_online(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], mode: str
+) -> None:
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.replace("HERE", str(tmp_path)))
+    cfg = RunConfig()
+    cfg.tracking.mlflow, cfg.tracking.wandb = False, True
+    Tracker(cfg, RunDirectory(tmp_path)).finish("KILLED")
+    assert client.asked["mode"] == mode
+    (run,) = client.runs.values()
+    assert run.exit_code == 130
 
 
 def test_without_the_package_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
