@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from qerl_lab import preflight
-from qerl_lab.cli import launch
+from qerl_lab import preflight, tasks
+from qerl_lab.cli import launch, scheduler
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
 from qerl_lab.config.conf_folder import choices_of
@@ -80,6 +80,7 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
         ("lora.target_modules=[q_proj,foo]", ["'foo' is no Linear layer", "allowed: down_proj,", "gate_proj"]),
         ("aqn=linear aqn.norms=[input_layrnorm]", ["aqn.norms", "Did you mean input_layernorm?"]),
         ("format.ignore=[foo]", ["format.ignore: 'foo' is no Linear layer", "re:PATTERN"]),
+        ("task=gsm8k task.path=''", ["task.path= is empty", "Leave task.path out."]),
         ("task=gsm8k task.path=/no/such/place", ["task.path=/no/such/place is not there", "such as openai/gsm8k"]),
         ("task=gsm8k task.path=none", ["has no training question"]),
         (
@@ -239,6 +240,12 @@ def test_more_questions_than_there_are_is_noted() -> None:
     heldout, train = preflight.check(cfg, Path.cwd() / "run")
     assert heldout.startswith("eval.questions=5000: there are ")
     assert train.startswith("task.train_questions=5000: there are ")
+    usual = plain(eval__questions=5000)
+    assert preflight.check(usual, Path.cwd() / "run") != [heldout], "it is easier, and has fewer"
+    assert preflight.check(usual, Path.cwd() / "run") == preflight.question_counts.note_cut_questions(
+        usual, len(tasks.load(usual.task).train), len(tasks.load(usual.task).heldout)
+    )
+    assert preflight.question_counts.note_cut_questions(plain(task__train_questions=5), 5, 4) == []
 
 
 ONLY_ARITHMETIC = "model=pocket was trained on task=arithmetic alone: expect no right answer to task=gsm8k"
@@ -279,6 +286,13 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-0.5B-Instruct"), Path.cwd() / "run") == []
 
 
+def test_the_usual_threads_are_allowed_on_a_machine_of_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert preflight.check(plain(), Path.cwd() / "run") == []
+    with pytest.raises(ConfigError, match="cpu_threads=3 is more than the 1 cores of this machine"):
+        preflight.check(plain(cpu_threads=3), Path.cwd() / "run")
+
+
 def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine() -> None:
     cfg = plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cuda")
     assert preflight.check(cfg, Path.cwd() / "run", is_here=False) == []
@@ -301,12 +315,18 @@ def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"which take 0\.0 GiB with format=nvfp4, and this machine has 0\.0 GiB"):
         preflight.check(plain(), Path.cwd() / "run")
     assert preflight.check(plain(format__dense_cache="off"), Path.cwd() / "run") == []  # half a byte a weight
+    assert preflight.check(plain(model__dtype="bfloat16"), Path.cwd() / "run") == []  # two bytes
     monkeypatch.undo()
     monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
     monkeypatch.setattr(preflight.machine, "gpu_memory_bytes", lambda: 24 * 2**30)
     hub = plain(model__path="Qwen/Qwen2.5-32B-Instruct", format__name="bf16")
     with pytest.raises(ConfigError, match=r"59\.6 GiB with format=bf16, and the GPU has 24\.0 GiB.*format=nvfp4"):
         preflight.check(hub, Path.cwd() / "run")
+    hub.model.dtype = "float32"
+    with pytest.raises(ConfigError, match=r"119\.2 GiB with format=bf16, and the GPU has 24\.0 GiB"):
+        preflight.check(hub, Path.cwd() / "run")
+    monkeypatch.setattr(preflight, "_refuse_full_disk", lambda *_: None)
+    assert preflight.check(plain(model__path="Qwen/Qwen2.5-32B-Instruct"), Path.cwd() / "run") == []  # half a byte
     full = plain(model__path="Qwen/Qwen2.5-7B-Instruct", format__name="bf16", lora__rank=0)  # 16 bytes a weight
     with pytest.raises(ConfigError, match=r"104\.3 GiB with format=bf16 and lora=full.* Type a smaller model, or lora"):
         preflight.check(full, Path.cwd() / "run")
@@ -322,6 +342,46 @@ def test_a_gpu_is_what_the_system_shows_and_the_environment_does_not_hide(monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match="dense_cache=on is refused on a GPU"):
         preflight.check(plain(format__dense_cache="on"), Path.cwd() / "run")
+    assert preflight.check(plain(format__dense_cache="on", device="cpu"), Path.cwd() / "run") == []
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program on a machine that shows a GPU; a test writes what it prints."""
+    monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.touch(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    return tool
+
+
+def test_the_gpus_of_a_machine_are_counted_and_the_largest_taken(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = "GPU 0: NVIDIA H200 (UUID: GPU-a)\n  MIG 1g.18gb Device 0: (UUID: MIG-b)\nGPU 1: NVIDIA H200 (UUID: GPU-c)"
+    nvidia_smi.write_text(f"#!/bin/sh\n[ $1 = -L ] && echo '{listed}' || printf '40960\n143771\n'\n")
+    assert preflight.machine.visible_gpus() == ["0", "1"]
+    assert preflight.machine.gpu_memory_bytes() == 143_771 * 2**20
+    preflight.check(plain(gpus=2), Path.cwd() / "run")
+    with pytest.raises(ConfigError, match=r"gpus=4, and this machine shows 2\. Type gpus=2 or less\."):
+        preflight.check(plain(gpus=4), Path.cwd() / "run")
+    preflight.machine.visible_gpus.cache_clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-c,3,4")
+    preflight.check(plain(gpus=4), Path.cwd() / "run")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert not preflight.machine.has_gpu()
+
+
+def test_gpus_that_cannot_be_listed_are_left_to_a_single_run_and_asked_for_by_jobs_at_once(nvidia_smi: Path) -> None:
+    nvidia_smi.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    assert preflight.machine.gpu_memory_bytes() is None
+    preflight.check(plain(gpus=4), Path.cwd() / "run")
+    assert scheduler.gpu_pool_of([RunConfig(jobs=1)]) is None
+    assert scheduler.gpu_pool_of([RunConfig(jobs=2, device="cpu")]) is None
+    with pytest.raises(ConfigError, match="nvidia-smi does not list the GPUs here. Type CUDA_VISIBLE_DEVICES=0,1"):
+        scheduler.gpu_pool_of([RunConfig(jobs=2, device="cpu"), RunConfig(jobs=2)])
 
 
 def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +407,31 @@ def test_a_run_that_continues_is_told_no_directory_to_type(tmp_path: Path, monke
         preflight.check(plain(), tmp_path)
     with pytest.raises(ConfigError, match=r"read-only for you\. Make it writable, or copy the .*: resume=COPY\.$"):
         preflight.check(plain(), tmp_path, is_begun=True)
+
+
+SEVEN = {"model__path": "Qwen/Qwen2.5-7B-Instruct", "device": "cpu"}
+ALL = SEVEN | {"format__name": "bf16", "lora__rank": 0}  # 12 bytes a weight, and 2 in the model at the end
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    (ALL, r"its checkpoints take 247\.79 GiB"),  # three, as an old one is deleted after a new one is written
+    (ALL | {"steps": 24}, r"its checkpoints take 169\.56 GiB"),
+    (ALL | {"checkpoint__every": 0}, r"its checkpoints take 169\.56 GiB"),
+    (ALL | {"checkpoint__keep": 0}, r"its checkpoints take 169\.56 GiB"),
+    (SEVEN, r"the download of Qwen/Qwen2\.5-7B-Instruct take 13\.04 GiB\. Set HF_HOME to a directory on another\."),
+])  # fmt: skip
+def test_a_disk_must_hold_what_a_run_downloads_and_writes(
+    changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
+    usage = shutil.disk_usage(".")._replace(free=10 * 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ConfigError, match=said):
+        preflight.check(plain(**changes), Path.cwd() / "run")
+    if changes is SEVEN:
+        (tmp_path / "hub" / "models--Qwen--Qwen2.5-7B-Instruct").mkdir(parents=True)
+        assert preflight.check(plain(**changes), Path.cwd() / "run") == []
 
 
 def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
