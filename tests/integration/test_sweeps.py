@@ -10,6 +10,7 @@ import shutil
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from qerl_lab import preflight, tasks
 from qerl_lab.cli import launch, scheduler
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
 from standin import background, seen, started
@@ -214,6 +216,8 @@ def test_a_run_that_goes_on_takes_the_part_of_the_gpu_that_is_typed_now(capfd: p
     (directory,) = Path("runs/sweeps/adhoc").iterdir()
     assert main([f"resume={directory}", "jobs_per_gpu=1"]) == 2
     assert "Type the line that began the sweep, with this jobs_per_gpu." in capfd.readouterr().err
+    assert main([f"resume={directory}", "steps=99"]) == 2
+    assert f"steps=99 extends one run, and resume={directory.absolute()} is a sweep." in capfd.readouterr().err
     assert main(words) == 0
     assert sessions() == [2, 1]
     assert [RunDirectory(run).config().jobs_per_gpu for run in _runs()] == [1, 2]  # the second was done
@@ -229,6 +233,21 @@ def test_a_gpu_is_shared_by_so_many_and_only_if_no_other_is_free() -> None:
         for _ in range(4):
             with cards.take(1) as taken:
                 assert taken != busy
+
+
+def test_a_job_sees_as_many_gpus_as_it_takes_and_one_on_the_cpu_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Job:
+        def __init__(self, **settings: object) -> None:
+            self.config = RunConfig(jobs=2, **settings)  # type: ignore[arg-type]
+
+        def __call__(self, visible: dict[str, str] | None = None) -> str:
+            return (visible or {}).get("CUDA_VISIBLE_DEVICES", "none")
+
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    jobs: list[Any] = [Job(gpus=2), Job(gpus=4, device="cpu"), Job()]
+    with scheduler.run_locally(jobs) as futures:
+        assert [future.result() for future in futures] == ["3,5", "none", "3"]
 
 
 def test_a_gpu_that_a_job_has_just_left_is_no_idle_one_while_it_has_another_job() -> None:

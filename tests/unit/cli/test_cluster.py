@@ -5,12 +5,14 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import submitit
 
 from qerl_lab.cli import cluster, launch, train
 from qerl_lab.cli.launch import SweepJob
@@ -81,6 +83,45 @@ def test_a_job_asks_ray_for_the_part_of_a_gpu_that_it_counts_on(
     with cluster.submit_to_ray([SweepJob(cfg, Path("run"), TypedCommand("the command"), Path("stop"))]) as futures:
         assert futures[0].result() == ""
     assert asked["num_gpus"] == gpus
+
+
+def test_a_ray_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("ray failed") from RuntimeError("no GCS at\n10.0.0.1.")
+
+    monkeypatch.setitem(sys.modules, "ray", cast(ModuleType, SimpleNamespace(init=init)))
+    job = SweepJob(RunConfig(launcher="ray"), Path("run"), TypedCommand("the command"), Path("stop"))
+    said = r"^Ray cannot be reached: no GCS at 10\.0\.0\.1\. Nothing was started\. Correct the line"
+    with pytest.raises(ConfigError, match=said), cluster.submit_to_ray([job]):
+        pass
+
+
+def test_slurm_is_told_how_many_jobs_run_at_once_and_when_to_have_them_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = dict[str, Any]()
+
+    class Executor:
+        def __init__(self, folder: Path) -> None:
+            told["folder"] = folder
+
+        def update_parameters(self, **parameters: Any) -> None:
+            told.update(parameters)
+
+        def batch(self) -> nullcontext[None]:
+            return nullcontext()
+
+        def submit(self, job: SweepJob) -> SweepJob:
+            return job
+
+    monkeypatch.setattr(submitit, "SlurmExecutor", Executor)
+    cfg = RunConfig(launcher="slurm", jobs=2, slurm="--time=1:00:00 --partition=a", device="cpu")
+    jobs = [SweepJob(cfg, Path(f"run{n}"), TypedCommand("the command"), Path("stop")) for n in range(4)]
+    with cluster.submit_to_slurm(jobs, tmp_path) as submitted:
+        assert submitted == jobs
+    assert (told["folder"], told["time"], told["array_parallelism"], told["cpus_per_task"]) == (tmp_path, 60, 2, 2)
+    assert told["additional_parameters"] == {"time": "1:00:00", "partition": "a"}
+    assert launch.SAVE_SECONDS < told["signal_delay_s"] < 60 * cluster.LEAST_MINUTES
 
 
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import NOT_PROPOSED, SET_BY_LAB, TYPES, unknown_key_error
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import READINGS, RunConfig
 from qerl_lab.preflight import machine
 
@@ -54,6 +55,8 @@ def refused(line: str, capsys) -> str:
         ("hydra.foo=1", ["hydra.foo", "'foo' not in 'HydraConf'"]),
         # types
         ("lora.rank=abc", ["lora.rank=abc", "a whole number", "lora.rank=32"]),
+        ("optim.learning_rate=true", ["optim.learning_rate=true is not allowed; allowed: a number"]),
+        ("rollout.prompts_per_step=2 optim.micro_batch_size=5", ["cannot be split", "optim.micro_batch_size=4."]),
         # several values, as other programs write them
         ("seed=0-2", ["seed=0-2 is not allowed", "Type for example seed=0, or -m seed=0,1,2 for a run of each."]),
         ("seed=3:5", ["or -m seed=3,4,5 for a run of each."]),
@@ -153,6 +156,69 @@ def test_a_word_that_acts_is_no_word_without_effect(line):
     assert len(make_plan(line.split(), multirun=False).jobs) == 1
 
 
+ADAPTIVE = {"aqn__schedule": "adaptive", "aqn__unit": "kl"}
+FULL = {"lora__rank": 0, "format__name": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "deciding"),
+    [
+        (FULL, "lora.dropout lora.alpha", "lora.rank=0"),
+        (FULL | {"rollout__engine": "vllm", "device": "cuda"}, "rollout.vllm.lora", "lora.rank=0"),
+        ({"format__name": "bf16"}, "format.ignore format.dense_cache", "format.name=bf16"),
+        ({"format__name": "fp8"}, "format.double_quant format.scale_rule format.exponent_rule", "format.name=fp8"),
+        ({"format__name": "nvfp4"}, "format.activations", "format.name=nvfp4"),
+        ({}, "aqn.probe_prompts aqn.scope aqn.relative", "aqn.schedule=off"),
+        ({"aqn__schedule": "linear"}, "aqn.kl_start aqn.kl_end aqn.sigma_max aqn.solver.draws", "aqn.unit=sigma"),
+        ({"aqn__schedule": "linear", "aqn__unit": "kl"}, "aqn.sigma_end", "aqn.unit=kl"),
+        ({"aqn__schedule": "linear", "aqn__unit": "kl"}, "aqn.adaptive.band", "aqn.schedule=linear"),
+        (ADAPTIVE, "aqn.kl_end aqn.stages aqn.reading aqn.solver.prompts", "aqn.schedule=adaptive"),
+        ({}, "task.gsm8k.max_steps task.bigmath.levels task.columns.answer task.path", "task.name=arithmetic"),
+        ({"rollout__importance_correction": "off"}, "rollout.importance_clip_max", "rollout.importance_correction=off"),
+        ({"rollout__importance_correction": "in_ratio"}, "rollout.importance_clip_max", "correction=in_ratio"),
+        ({}, "rollout.vllm.enforce_eager rollout.vllm_server.url", "rollout.engine=transformers"),
+        ({"rollout__engine": "vllm_server"}, "rollout.vllm.lora rollout.vllm.share_base", "rollout.engine=vllm_server"),
+        ({}, "slurm", "launcher=local"),
+        ({}, "algorithm.max_resamples", "algorithm.dynamic_sampling=false"),
+        ({}, "algorithm.kl_estimator", "algorithm.beta=0.0"),
+        ({}, "algorithm.entropy_coef_step algorithm.entropy_coef_max", "algorithm.entropy_target=null"),
+        ({"eval__questions": 0}, "eval.samples eval.samples_before eval.temperature", "eval.questions=0"),
+        ({}, "eval.subset_questions eval.subset_samples", "eval.every=0"),
+        ({}, "model.revision", "model.path=pocket"),
+    ],
+)
+def test_a_key_without_effect_is_refused_with_the_value_that_decides(tiny, changes, keys, deciding):
+    cfg = tiny(**changes)
+    for key in keys.split():
+        with pytest.raises(ConfigError, match=f"^{key}=7 does nothing in a run with .*{deciding}[ .]"):
+            intent.refuse_inert_overrides([(cfg, {key: "7"})])
+
+
+def test_a_word_that_differs_between_jobs_must_act_in_each(tiny):
+    """Else two jobs would be the same run under two names."""
+    jobs = [(tiny(), {"aqn.sigma_start": "0.05"}), (tiny(aqn__schedule="linear"), {"aqn.sigma_start": "0.1"})]
+    with pytest.raises(
+        ConfigError, match=r"^job 0: aqn\.sigma_start=0\.05 does nothing in a run with aqn\.schedule=off"
+    ):
+        intent.refuse_inert_overrides(jobs)
+
+
+def test_a_revision_is_of_a_model_on_the_hub_alone(tiny, tmp_path):
+    for path in (str(tmp_path), "model.gguf"):
+        with pytest.raises(ConfigError, match=f"model.revision=main does nothing in a run with model.path={path}"):
+            intent.refuse_inert_overrides([(tiny(model__path=path), {"model.revision": "main"})])
+    intent.refuse_inert_overrides([(tiny(model__path="org/name"), {"model.revision": "main"})])
+
+
+def test_a_server_is_asked_by_one_run_at_a_time(tiny):
+    served = {"rollout__engine": "vllm_server"}
+    for how in ({"jobs": 2}, {"launcher": "ray"}):
+        with pytest.raises(ConfigError, match="lets several runs sample on one server at once"):
+            intent.refuse_conflicting_jobs([tiny(**served, **how, seed=seed) for seed in (0, 1)])
+        urls = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
+        intent.refuse_conflicting_jobs([tiny(**served, **how, rollout__vllm_server__url=url) for url in urls])
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -203,6 +269,14 @@ def test_a_typed_password_is_refused_without_repeating_it(line, capsys, tmp_path
         ("lora:\n  rank: abc\n", ["In 'experiment/mine'", "lora.rank", "'abc'", "a whole number"]),
         ("aqn:\n  schedule: off\n", ["aqn.schedule=False", '"off" with its quotes']),
         ("defaults:\n  - override /format: nvfp9\n", ["format=nvfp9", "Did you mean nvfp4?"]),
+        (
+            "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      experiment: bf16,nf4\n",
+            ["hydra.sweeper.params has experiment=bf16,nf4; write +experiment there."],
+        ),
+        (
+            "defaults:\n  - override /hydra/sweeper: mine\nhydra:\n  mode: MULTIRUN\n",
+            ["hydra/sweeper=mine chooses jobs while it runs", "allowed: basic. Leave hydra/sweeper out."],
+        ),
         ("defaults:\n  - override /aqn: off\n", ["a defaults list of --config-dir cannot be read", '"off"']),
     ],
 )
@@ -210,6 +284,8 @@ def test_a_bad_file_of_the_user_s_own(text, parts, capsys, tmp_path):
     folder = tmp_path / "mine" / "experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(f"# @package _global_\n# mine\n{text}")
+    (sweepers := tmp_path / "mine" / "hydra" / "sweeper").mkdir(parents=True)
+    (sweepers / "mine.yaml").write_text("defaults:\n  - basic\n")
     message = refused("--config-dir mine experiment=mine", capsys)
     for part in parts:
         assert part in message
@@ -313,6 +389,9 @@ def test_words_that_do_little_are_said():
     several = only_job("algorithm.epsilon_high=0.4", "algorithm.updates_per_rollout=2").notes
     assert not any("epsilon" in note for note in several)
     assert only_job("algorithm=gspo").notes == []
+    (note,) = only_job("format=bf16", "lora=full").notes
+    assert note == "optim.learning_rate=0.001 is made for adapters; for all weights 1e-6 is usual"
+    assert only_job("format=bf16", "lora=full", "optim.learning_rate=1e-6").notes == []
 
 
 @pytest.mark.parametrize("reading", READINGS)
