@@ -24,6 +24,7 @@ from qerl_lab.quantize.__main__ import COMMAND
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.vllm.transfer import encode_tensor
 from qerl_lab.rollout.vllm_server import server_command
+from qerl_lab.tools import serve_line
 from rollouts import ids_of
 from waiting import wait_for
 
@@ -380,6 +381,29 @@ def test_a_server_that_fails_at_the_start_is_refused(fake: FakeVllm, build) -> N
 
 
 # --- the line that starts a server
+
+
+def test_the_command_prints_the_lines_that_start_the_server_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+experiment=nvfp4", "rollout=vllm_server", "rollout.vllm_server.url=http://127.0.0.1:8123"]
+    assert serve_line.main(words) == 0
+    quantize, serve = capsys.readouterr().out.splitlines()
+    assert quantize == "python -m qerl_lab.quantize model=pocket format=nvfp4 out=packed/pocket-nvfp4"
+    assert " vllm serve packed/pocket-nvfp4 --host 127.0.0.1 --port 8123 " in serve
+    for asked in ([], ["--help"], [*words, "-h"]):
+        assert serve_line.main(asked) == 0
+        assert capsys.readouterr().out == serve_line.MANUAL
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("rollout=vllm_server +sweeps=lora_rank lora=rank16 seed=0,1", "make several runs, and a server serves one run."),
+    ("rollout=transformers", "rollout.engine=transformers has no server. Type rollout=vllm_server."),
+    ("rollout=vllm_server seed=x", "seed=x is not allowed; allowed: a whole number"),
+])  # fmt: skip
+def test_a_run_without_a_server_of_its_own_has_no_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve_line.main(words.split()) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_line_has_the_words_of_the_run(tiny) -> None:

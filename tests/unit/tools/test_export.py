@@ -226,6 +226,18 @@ def test_what_cannot_be_exported_is_refused(runs: Runs, tmp_path: Path) -> None:
         check(replace(options, merged=True, base=True))
     with pytest.raises(ConfigError, match="was not made by this command"):
         check(replace(options, out=run, overwrite=True))
+    copy = shutil.copytree(runs["bf16"][0], tmp_path / "a copy")
+    (copy / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(
+        ConfigError, match=r"has no adapter/adapter_model\.safetensors\. Type .* resume='.*/a copy', wh"
+    ):
+        check(replace(options, run=str(copy)))
+    text = (copy / "resolved.yaml").read_text()
+    (copy / "resolved.yaml").write_text(text.replace("\n  rank: 4\n", "\n  rank: 0\n"))
+    with pytest.raises(
+        ConfigError, match=r"trained all weights; allowed: a run with an adapter\. Copy .*/a copy/model:"
+    ):
+        check(replace(options, run=str(copy)))
 
 
 @pytest.mark.parametrize("merged", [False, True])

@@ -11,7 +11,7 @@ from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import queue_file
 from qerl_lab.tools.queue import PlanOptions, plan
-from qerl_lab.tools.queue_file import COLUMNS, DONE, Planned, Queue
+from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Planned, Queue
 
 pytestmark = pytest.mark.usefixtures("composed_once")
 
@@ -115,6 +115,18 @@ def test_the_plan_says_in_a_line_what_follows_from_another_preregistration(
     ]
 
 
+def test_a_run_that_failed_twice_is_planned_no_more_and_the_plan_says_so(
+    queue: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the others one failed once, and one is done at its third attempt."""
+    attempts = [(1, FAILED), (2, FAILED), (2, FAILED), (3, FAILED), (3, FAILED), (3, DONE)]
+    made = with_rows(queue, *((number, state, "9", "0 of 0") for number, state in attempts))
+    assert [one.key for one in made.left()] == [queue.runs[number].key for number in (0, 1, 4, 5, 6)]
+    plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
+    said = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
+    assert said == [f"failed 2 times, not planned again: {queue.runs[2].key}"]
+
+
 def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +196,9 @@ def test_an_arm_that_died_says_nothing_of_the_hours(queue: Queue, tmp_path: Path
     file = tmp_path / "step_pocket.json"
     file.write_text(json.dumps({"rows": [died]}))
     assert queue_file.estimate_from_bench(config, tmp_path) is None
-    file.write_text(json.dumps({"rows": [died, arm | {"tokens_per_second": 64.0}]}))
+    rows = [died, *(arm | {"tokens_per_second": speed} for speed in (16.0, 64.0, 32.0))]
+    rows += [arm | {"tokens_per_second": 256.0} | other for other in ({"gpus": 2}, {"baseline": True}, {"model": "x"})]
+    file.write_text(json.dumps({"rows": rows}))
     tokens = config.steps * config.completions_per_step * config.rollout.max_completion_tokens
     assert queue_file.estimate_from_bench(config, tmp_path) == tokens / 64
 
@@ -245,6 +259,11 @@ def test_a_part_that_the_queue_lacks_is_refused(part: str, hint: str, queue: Que
 def test_a_field_of_a_wrong_kind_is_refused_with_what_to_write(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "queue.yaml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(said)):
+        queue_file.read(tmp_path / "queue.yaml")
+
+
+def test_a_queue_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"queue\.yaml is not there\. Type the path of a file such as results/"):
         queue_file.read(tmp_path / "queue.yaml")
 
 

@@ -1,5 +1,6 @@
 """Runs of a queue on a machine, and what is collected of them: failures, late evaluations, bad packs."""
 
+import hashlib
 import itertools
 import json
 import tarfile
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from qerl_lab.cli.scheduler import GpuPool
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
@@ -75,11 +77,13 @@ def test_a_stopped_machine_ends_its_process_and_starts_no_other(tmp_path: Path) 
 class Calls:
     """Stands in for the processes of a machine: a training run ends, an evaluation ends unless the time is up.
 
-    The next trainings end as `endings` says: done, failed, or stopped before it began. Later ones are done.
+    The next trainings end as `endings` says: done, failed, refused, or stopped before it began. Later ones are done,
+    with weights in `weights` if that names a file.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg, self.has_time, self.made, self.endings = cfg, False, list[str](), list[str]()
+        self.weights = ""
         self.overrides: Sequence[str] = ()  # of the newest call
 
     def __call__(self, machine: Machine, one: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
@@ -88,10 +92,14 @@ class Calls:
         self.overrides = words[2:]
         if words[1] == "qerl_lab":
             directory = RunDirectory(folder)
+            ending = self.endings.pop(0) if self.endings else DONE
+            if ending == "refused":
+                folder.parent.mkdir()
+                folder.with_suffix(".txt").write_text("asking the hub\nerror: no such model\n")
+                return 2
             if not directory.is_claimed:
                 directory.claim(self.cfg, TypedCommand("python -m qerl_lab"))
             folder.with_suffix(".txt").touch()
-            ending = self.endings.pop(0) if self.endings else DONE
             if ending == "stopped":
                 return None
             directory.begin()
@@ -99,6 +107,9 @@ class Calls:
             if ending == FAILED:
                 directory.fail("CUDA error")
                 return 1
+            if self.weights:
+                (folder / self.weights).parent.mkdir()
+                (folder / self.weights).write_bytes(b"weights")
             directory.finish({"seconds": 3.0})
             return 0
         (folder / "evaluations" / ("one" if self.has_time else "one.partial")).mkdir(parents=True, exist_ok=True)
@@ -113,11 +124,11 @@ class Lab:
     calls: Calls
     merged: list[tuple[str, str]]  # folder of the results, run
 
-    def run(self, pack: str, *parts: str, jobs: int = 1) -> None:
+    def run(self, pack: str, *parts: str, **options: Any) -> None:
         """Make what is left on the machine, and pack it into the folder `pack`."""
         folder = self.folder
         queue, runs = str(folder / "queue.yaml"), str(folder / "machine")
-        run(RunOptions(queue=queue, runs=runs, pack=str(folder / pack), parts=list(parts), jobs=jobs))
+        run(RunOptions(queue=queue, runs=runs, pack=str(folder / pack), parts=list(parts), **options))
 
     def rows(self) -> list[dict[str, str]]:
         """The rows in the run directories of the machine."""
@@ -179,6 +190,43 @@ def test_a_run_beside_others_takes_its_part_of_the_gpu(lab: Lab, jobs: int, part
     lab.collect("first")
     lab.run("second")  # alone on its GPU now
     assert [word for word in lab.calls.overrides if word.startswith("jobs")] == ["jobs_per_gpu=1"]
+
+
+@pytest.mark.parametrize("file", ["adapter/adapter_model.safetensors", "model/model.safetensors"])
+def test_weights_stay_on_the_machine_and_their_hash_is_in_the_row(lab: Lab, file: str) -> None:
+    lab.calls.weights = file
+    lab.run("first")
+    (row,) = lab.rows()
+    assert row["adapter_sha256"] == hashlib.sha256(b"weights").hexdigest()
+    with tarfile.open(lab.folder / "first" / f"{row['run']}.tar.gz") as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert names == {"DONE", "code.diff", "env.json", "evaluations", "queue.json", "queue.txt", "resolved.yaml"}
+
+
+@pytest.mark.parametrize(("minutes", "lease", "seconds", "is_made"), [
+    (0.9, None, 1, False),  # an engine takes about a minute to start
+    (9, None, 600, False),
+    (9, 11, 600, True),
+    (9, 9.5, 600, False),
+])  # fmt: skip
+def test_a_run_is_begun_if_it_fits_the_lease_and_goes_on_in_any_case(
+    lab: Lab, minutes: float, lease: float | None, seconds: int, is_made: bool
+) -> None:
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("seconds: 1", f"seconds: {seconds}"))
+    lab.run("first", minutes=minutes, lease=lease)
+    assert (lab.calls.made[:1] == ["qerl_lab"]) == is_made
+    if not is_made:
+        lab.calls.endings = ["stopped"]
+        lab.run("second")
+        lab.run("third", minutes=9, lease=lease)
+        assert lab.calls.made[:2] == ["qerl_lab", "qerl_lab"]
+
+
+def test_a_run_that_the_main_command_refuses_ends_the_command_with_its_words(lab: Lab) -> None:
+    lab.calls.endings = ["refused"]
+    with pytest.raises(ConfigError, match=r"^bf16-seed0-.* was refused: error: no such model$"):
+        lab.run("first")
+    assert not list((lab.folder / "first").iterdir())
 
 
 @pytest.mark.parametrize("second", [DONE, FAILED])
@@ -299,3 +347,7 @@ def test_bad_packs_are_left_out_and_the_others_collected(lab: Lab, capsys: pytes
     assert "4-gone.tar.gz is left out: the queue has no part gone. Put it back to collect this pack." in said
     assert lab.ledger() == [("done", "0 of 1")]
     assert [path.name for path in (lab.folder / "here").iterdir()] == [row["run"]]
+    with pytest.raises(
+        ConfigError, match=r"gone\.tar\.gz is not there\. Type packs=\[FILE\.tar\.gz\] or packs=\[DIR\]"
+    ):
+        lab.collect("packs", "gone.tar.gz")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.run import run
 from qerl_lab.train.stop import Stop
-from run_directories import claimed
+from run_directories import claimed, make_run
 
 
 def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
@@ -85,6 +86,20 @@ def test_a_refused_extension_leaves_the_run_finished(
     assert main([f"resume={directory.path}", "steps=2"]) == 2
     assert "cuda" in capsys.readouterr().err
     assert (directory.status, directory.config(), contents(directory)) == ("done", was, before)
+
+
+@pytest.mark.parametrize(("changes", "start"), [
+    ({}, "lora.start_from="), ({"lora__rank": 0, "format__name": "bf16"}, "model.path=")
+])  # fmt: skip
+def test_a_run_that_kept_no_checkpoint_is_told_how_a_new_one_begins_with_its_weights(
+    changes: dict[str, Any], start: str, tmp_path: Path
+) -> None:
+    """Of another step there is one, which the run does not go on from."""
+    directory = RunDirectory(make_run(tmp_path / "run", "bf16", 0, **changes))
+    (directory.checkpoints / "step-000003").mkdir(parents=True)
+    weights = directory.path / "model" if changes else directory.path
+    with pytest.raises(ConfigError, match=rf"lacks the checkpoint of step 4, .* Type {start}{weights} to begin a new"):
+        extend_run(directory, 8)
 
 
 def contents(directory: RunDirectory) -> dict[str, bytes]:
