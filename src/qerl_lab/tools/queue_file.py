@@ -313,7 +313,10 @@ def missing_evaluations(row: Row) -> int:
 def read_ledger(folder: Path) -> list[Row]:
     """Read the rows of ledger.csv; none if the file is missing."""
     file = folder / LEDGER
-    return list(csv.DictReader(file.read_text(encoding="utf-8").splitlines())) if file.exists() else []
+    if not file.exists():
+        return []
+    with file.open(encoding="utf-8", newline="") as opened:  # words may hold line ends, which csv reads itself
+        return list(csv.DictReader(opened))
 
 
 def write_ledger(folder: Path, rows: Sequence[Row]) -> None:

@@ -75,7 +75,7 @@ def test_a_run_that_two_parts_list_is_made_once_and_evaluated_for_both(
     assert [part.into for part in queue.parts_of(row)] == ["", "../other"]
     plan(PlanOptions(str(tmp_path / "queue.yaml"), minutes=60, parts=["schedules"]))
     printed = capsys.readouterr().out
-    assert "schedules  2     0     2" in printed
+    assert "schedules  2     0     2     10.0       0.3" in printed
     assert [line[-1] for line in printed.splitlines() if line.startswith("python")] == ["1", "2"]
 
 
@@ -138,6 +138,8 @@ def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(
     assert queue_file.key_of(config) == queue.runs[0].key  # of a version with one more key, at its default
     other = replace(config, model=replace(config.model, path="checkpoints/awq"))
     assert queue_file.key_of(other) != queue.runs[0].key
+    absolute = replace(config, model=replace(config.model, path=str(Path.cwd() / "checkpoints" / "awq")))
+    assert queue_file.key_of(absolute) == queue_file.key_of(other)
 
 
 def test_what_counts_waits_for_a_whole_preregistration(queue: Queue) -> None:
@@ -173,6 +175,9 @@ def test_hours_are_of_the_arm_else_of_the_experiment_and_of_as_many_evaluations(
         (rows[:2], {6: 10}),  # of bf16 at another rate
         (rows[1:2], {6: 20}),
         (rows[3:], {3: 90}),
+        ([rows[0], rows[2]], {4: 10}),  # of its part
+        ([rows[0], (3, DONE, "20", "1 of 1"), rows[2]], {0: 20}),  # the median, not the mean
+        ([rows[0], (3, DONE, "1", "0 of 1"), (5, DONE, "99", "2 of 2")], {4: 10}),  # not whole; of more evaluations
     ):
         made = with_rows(queue, *known)
         assert {number: made.estimate_seconds(made.runs[number]) for number in expected} == expected
@@ -248,6 +253,8 @@ def test_a_part_that_the_queue_lacks_is_refused(part: str, hint: str, queue: Que
     ("parts: [{name: a, lines: ['format=int3']}]", "part a, line `format=int3`: format=int3 is not"),
     ("{words: [1], parts: []}", "words=[1] is no list of texts; write for example words: "),
     ("{seconds: soon, parts: []}", "the file: seconds soon is no number above 0"),
+    ("{seconds: .inf, parts: []}", "the file: seconds inf is no number above 0"),
+    ("{seconds: true, parts: []}", "the file: seconds=true is no number"),
     ("parts: [1]", "part 1 is no mapping; write name: ..., lines: ..."),
     ("parts: [{name: a, lines: x}]", "part a: lines=x is no list of texts"),
     ("parts: [{name: a, lines: [x], seeds: 3}]", "part a: seeds=3 is no list of whole numbers"),
@@ -265,6 +272,30 @@ def test_a_field_of_a_wrong_kind_is_refused_with_what_to_write(text: str, said: 
 def test_a_queue_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"queue\.yaml is not there\. Type the path of a file such as results/"):
         queue_file.read(tmp_path / "queue.yaml")
+
+
+ONE_PART = """
+parts:
+  - {name: formats, lines: ["+experiment=bf16 scale=pocket steps=3"], after: null}
+  - {name: pilot, lines: ["+experiment=bf16 scale=pocket"], seeds: [100], preregistered: false}
+"""
+
+
+def test_what_a_part_leaves_out_is_as_the_text_above_says(tmp_path: Path) -> None:
+    """Five seeds, and for what counts the claims beside the queue. Words of the command win over a line's own."""
+    (tmp_path / "queue.yaml").write_text(ONE_PART)
+    (tmp_path / "claims.yaml").write_text("claims: []")
+    runs = queue_file.read(tmp_path / "queue.yaml", ["steps=4"]).runs
+    assert [(one.seed, one.config.steps, one.after) for one in runs[:-1]] == [(seed, 4, []) for seed in range(5)]
+    found = [one.config.preregistration for one in runs]
+    assert found == [str(tmp_path / "claims.yaml")] * 5 + [None]
+
+
+def test_a_ledger_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Words may hold line ends: an instruction of several lines."""
+    row = dict.fromkeys(COLUMNS, "a") | {"words": "'task.instruction=Think.\nThen answer, \"briefly\".\u2028End.'"}
+    queue_file.write_ledger(tmp_path, [row, row])
+    assert queue_file.read_ledger(tmp_path) == [row, row]
 
 
 def test_words_with_a_seed_are_refused(queue: Queue) -> None:
