@@ -82,8 +82,8 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
             )
         if not 0 < ends[0] < ends[1] < math.inf:
             raise ConfigError(f"{word} is not allowed; allowed: 0 < LOW < HIGH. Type for example {key}=1e-4..1e-2.")
-        for end in ends:
-            check_bounds(key, field.metadata, end)
+        for end in ends:  # as a run would get it: 0.9999 rounds to 1
+            check_bounds(key, field.metadata, float(f"{end:.3g}"))
         ranges[key] = ends
         lowest.append(f"{key}={ends[0]:.3g}")
     if not ranges:

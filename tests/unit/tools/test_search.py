@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import signal
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,9 +44,10 @@ class Lab:
                 (run / "FAILED").write_text("OutOfMemoryError: 80 GiB are not enough\nTraceback ...\n")
                 continue
             far = sum(math.log10(float(keys[key]) / best) ** 2 for key, best in BEST.items())
-            lines = [{"step": n, "time": 0.0, "metrics": {"reward/mean": 1 - far + int(seed) / 1e6}} for n in (1, 2)]
+            rewards = (1 - far + int(seed) % 10 / 10 + change for change in (-0.5, 0.5))
+            lines = [{"step": n, "time": 0.0, "metrics": {"reward/mean": mean}} for n, mean in enumerate(rewards, 1)]
             (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            (run / "DONE").write_text(json.dumps({"accuracy_after": 0.25}))
+            (run / "DONE").write_text(json.dumps({"accuracy_after": 0.2 + int(seed) % 10 / 10}))
         return 1 if number == self.fails_at else 0
 
     @property
@@ -60,6 +62,10 @@ def search(out: Path, lab: Callable[[list[str]], int], *words: str, **changes: o
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("qerl_lab.cli.train.main", lab)
         command.search(options, [*(words or ("+experiment=nvfp4_aqn",)), *RANGES])
+
+
+def table_of(out: Path) -> list[str]:
+    return (out / "table.txt").read_text().splitlines()
 
 
 def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +83,9 @@ def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys:
     table = (tmp_path / "table.txt").read_text().splitlines()
     worth = [float(line.split()[1]) for line in table[1:5]]
     assert worth == sorted(worth, reverse=True)
+    tried = dict(word.split("=") for word in table[1].split()[2:4])
+    far = sum(math.log10(float(tried[key]) / best) ** 2 for key, best in BEST.items())
+    assert worth[0] == pytest.approx(1 - far + 0.05, abs=1e-3), "the mean of both seeds, over all steps"
     report = shlex.split(table[-1].partition("python -m qerl_lab ")[2])
     assert report[:4] == ["-m", "+experiment=nvfp4_aqn", "launcher=slurm", "slurm=--partition=gpu --time=60"]
     assert report[4:] == [*table[1].split()[2:4], "seed=0,1,2,3,4"]
@@ -92,6 +101,11 @@ def test_a_search_that_was_stopped_tries_what_one_in_a_piece_does(tmp_path: Path
     search(tmp_path / "stopped", stopped, trials=14)
     assert stopped.calls[12] == stopped.calls[13]  # the sweep of that trial goes on
     assert stopped.proposals == whole.proposals
+    rates = [float(rate.partition("=")[2]) for _, rate in whole.proposals]
+    assert 4 <= sum(rate < 1e-3 for rate in rates) <= 10, "each power of ten is tried as often"
+    worth = {int(line.split()[0]): float(line.split()[1]) for line in table_of(tmp_path / "whole")[1:15]}
+    first, later = (statistics.fmean(worth[n] for n in numbers) for numbers in (range(10), range(10, 14)))
+    assert later > first, "after ten trials it looks where they were best"
     search(tmp_path / "stopped", stopped, trials=15)
     assert len(stopped.calls) == 16
 
@@ -147,6 +161,8 @@ def test_words_may_not_change_but_for_how_it_runs(tmp_path: Path) -> None:
         search(tmp_path, Lab(), "+experiment=bf16_aqn")
     with pytest.raises(ConfigError, match=r"seeds=\[100\]"):
         search(tmp_path, Lab(), seeds=[100])
+    with pytest.raises(ConfigError, match="objective=accuracy"):
+        search(tmp_path, Lab(), objective="accuracy")
 
 
 def test_refused_words_may_be_corrected(tmp_path: Path) -> None:
@@ -162,6 +178,8 @@ def test_a_search_for_accuracy_needs_questions() -> None:
     with pytest.raises(ConfigError, match=r"Type for example eval\.questions=256"):
         read_space(words, SearchOptions(objective="accuracy"))
     read_space(words[1:], SearchOptions(objective="accuracy"))
+    asked = ["eval.questions=8", *words[1:]]
+    assert read_space(asked, SearchOptions())[0] == ["eval.questions=8"], "typed, though the reward needs none"
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -170,6 +188,7 @@ def test_a_search_for_accuracy_needs_questions() -> None:
     (["optim.learning_rate=1e-2..1e-4"], "is not allowed; allowed: 0 < LOW < HIGH"),
     (["aqn.sigma_start=0..1"], "is not allowed; allowed: 0 < LOW < HIGH"),
     (["optim.learning_rate=0.1..2"], "optim.learning_rate=2.0 is not allowed; allowed: at most 1"),  # in a later trial
+    (["optim.beta2=0.9..0.9999"], r"optim\.beta2=1\.0 is not allowed; allowed: at most 0\.99999"),  # rounded
     (["dry_run=true", "optim.learning_rate=1e-4..1e-2"], "Leave dry_run out"),
     (["optim.name=1..2"], "optim.name takes none"),
     (["optim.rate=1..2"], "optim.rate is not a known key"),
