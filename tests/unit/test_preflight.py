@@ -380,7 +380,7 @@ def test_gpus_that_cannot_be_listed_are_left_to_a_single_run_and_asked_for_by_jo
     preflight.check(plain(gpus=4), Path.cwd() / "run")
     assert scheduler.gpu_pool_of([RunConfig(jobs=1)]) is None
     assert scheduler.gpu_pool_of([RunConfig(jobs=2, device="cpu")]) is None
-    with pytest.raises(ConfigError, match="nvidia-smi does not list the GPUs here. Type CUDA_VISIBLE_DEVICES=0,1"):
+    with pytest.raises(ConfigError, match=r"nvidia-smi does not list the GPUs here\. Type CUDA_VISIBLE_DEVICES=0,1"):
         scheduler.gpu_pool_of([RunConfig(jobs=2, device="cpu"), RunConfig(jobs=2)])
 
 

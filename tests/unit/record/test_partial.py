@@ -112,16 +112,15 @@ def test_what_was_killed_at_the_last_rename_is_finished_by_the_same_command(tmp_
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), begin(tmp_path / "out") as unfinished:
-        (unfinished.folder / "a").write_text("whole")
-        unfinished.note("a")
-        monkeypatch.setattr(Path, "rename", killed)
-        unfinished.finish()
-    monkeypatch.undo()
+    half_done(tmp_path / "out")
+    with monkeypatch.context() as patch, begin(tmp_path / "out") as unfinished:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            unfinished.finish()
     with begin(tmp_path / "out") as again:
         assert again.has("a")
         again.finish()
-    assert files(tmp_path / "out") == {"a": "whole"}
+    assert files(tmp_path / "out") == {"a": "whole", "b": "ha"}
 
 
 @pytest.mark.parametrize("there", [[], ["out"], ["out.replaced"], ["out.replaced", "out"]])

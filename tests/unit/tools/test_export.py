@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import load_elsewhere
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import policy
@@ -134,6 +135,8 @@ def test_the_card_says_what_it_is_and_what_came_out(runs: Runs, tmp_path: Path) 
     record = json.loads((made / EXPORT).read_text())
     assert set(record["sha256"]) == {"README.md", "adapter_config.json", "adapter_model.safetensors", "run.yaml"}
     assert yaml.safe_load((made / "run.yaml").read_text())["lora"]["rank"] == 4
+    adapted = json.loads((made / "adapter_config.json").read_text())["target_modules"]
+    assert adapted == sorted(adapted), "two exports of a run are the same bytes"
     merged = exported(tmp_path / "whole", runs["bf16"][0], merged=True)
     assert yaml.safe_load((merged / "README.md").read_text().split("---\n")[1])["library_name"] == "transformers"
     assert not (merged / "recipe.json").exists()  # of the base, whose files it names
@@ -144,6 +147,20 @@ def test_the_card_says_what_it_is_and_what_came_out(runs: Runs, tmp_path: Path) 
 def test_the_card_of_one_step_has_one_reward(runs: Runs, tiny: Callable[..., RunConfig]) -> None:
     said = card(ExportOptions(out="mine"), tiny(steps=1), RunDirectory(runs["bf16"][0]))
     assert "\n- reward: 0.700\n- policy entropy in nats: 0.300\n- held-out accuracy before" in said
+
+
+def test_the_card_of_an_adapter_on_a_model_of_the_hub_names_it(
+    runs: Runs, tiny: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Questions that all agree leave no interval. vLLM takes the rank itself where it is one of its ranks."""
+    copy = RunDirectory(shutil.copytree(runs["bf16"][0], tmp_path / "run"))
+    copy.finish(RESULT | {"accuracy_gain_interval": [0.25, 0.25]})
+    cfg = tiny(format__name="bf16", model__path="org/name", model__revision="abc", lora__rank=8)
+    _, head, body = card(ExportOptions(out="mine"), cfg, copy).split("---\n", 2)
+    assert yaml.safe_load(head)["base_model"] == "org/name"
+    assert "`org/name` at revision abc." in body
+    assert "+0.250 [no spread]" in body
+    assert "--max-lora-rank 8 " in body
 
 
 def test_the_card_s_line_makes_the_very_base_of_the_run(
@@ -163,6 +180,9 @@ def test_the_card_s_line_makes_the_very_base_of_the_run(
     assert "qerl_lab.quantize" not in said
     own_task = card(ExportOptions(out="mine"), tiny(task__module="/mine/riddles.py", **how), record)
     assert "GRPO on riddles" in own_task
+    for name, with_base in ((str(packed), False), (str(packed), True)):
+        said = card(ExportOptions(out="mine", base=with_base), tiny(model__path=name, **how), record)
+        assert ("dequantize=True" in said) != with_base, "the base of the export is dense"
 
 
 def test_the_card_s_code_loads_the_adapter_on_the_packed_base(
@@ -238,6 +258,17 @@ def test_what_cannot_be_exported_is_refused(runs: Runs, tmp_path: Path) -> None:
         ConfigError, match=r"trained all weights; allowed: a run with an adapter\. Copy .*/a copy/model:"
     ):
         check(replace(options, run=str(copy)))
+
+
+def test_a_base_that_was_replaced_does_not_go_out_with_the_adapter(
+    tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
+) -> None:
+    base = shutil.copytree(ASSETS, tmp_path / "base")
+    cfg = with_absolute_paths(tiny(format__name="bf16", model__path=str(base)))
+    finished(tmp_path / "run", cfg, build_policy)
+    (base / "tokenizer.json").write_text((base / "tokenizer.json").read_text() + "\n")
+    with pytest.raises(ConfigError, match=r"and is now that of .*\. Put it back as it was, or start a new run\."):
+        exported(tmp_path / "out", tmp_path / "run", merged=True)
 
 
 @pytest.mark.parametrize("merged", [False, True])

@@ -1,5 +1,6 @@
 """Runs of a queue on a machine, and what is collected of them: failures, late evaluations, bad packs."""
 
+import errno
 import hashlib
 import itertools
 import json
@@ -26,6 +27,7 @@ from qerl_lab.tools.queue_file import DONE, FAILED, Planned, read_ledger, write_
 from waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("composed_once")
+MERGE = command._merge  # which `lab` replaces
 
 
 @pytest.mark.parametrize(("gpus", "seen", "expected"), [
@@ -63,15 +65,17 @@ parts:
 def test_a_stopped_machine_ends_its_process_and_starts_no_other(tmp_path: Path) -> None:
     planned: Any = SimpleNamespace(key="one")
     here = Machine(None, RunOptions(runs=str(tmp_path)), GpuPool(["0"], 1), time.monotonic())  # type: ignore[arg-type]
+    code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    assert here._call(planned, ["-c", code], {"CUDA_VISIBLE_DEVICES": "7"}) == 0
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(here._call, planned, ["-c", "import time; print(1, flush=True); time.sleep(60)"], {})
-        wait_for(lambda: here._console_file(planned).exists() and here._console_file(planned).read_text())
+        wait_for(lambda: here._console_file(planned).read_text() == "7\n1\n")
         began = time.monotonic()
         here.stopped.set()
         assert call.result() is None
     assert time.monotonic() - began < 20
     assert here._call(planned, ["-c", "print(2)"], {}) is None
-    assert here._console_file(planned).read_text() == "1\n"
+    assert here._console_file(planned).read_text() == "7\n1\n"
 
 
 class Calls:
@@ -84,6 +88,7 @@ class Calls:
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg, self.has_time, self.made, self.endings = cfg, False, list[str](), list[str]()
         self.weights = ""
+        self.packs, self.gpus = list[int](), list[str]()  # packs that lay there at each evaluation; the GPU of each run
         self.overrides: Sequence[str] = ()  # of the newest call
 
     def __call__(self, machine: Machine, one: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
@@ -91,6 +96,7 @@ class Calls:
         self.made.append(words[1])
         self.overrides = words[2:]
         if words[1] == "qerl_lab":
+            self.gpus.append(visible.get("CUDA_VISIBLE_DEVICES", "all"))
             directory = RunDirectory(folder)
             ending = self.endings.pop(0) if self.endings else DONE
             if ending == "refused":
@@ -112,6 +118,7 @@ class Calls:
                 (folder / self.weights).write_bytes(b"weights")
             directory.finish({"seconds": 3.0})
             return 0
+        self.packs.append(len(list(Path(machine.options.pack).glob("*.tar.gz"))))
         (folder / "evaluations" / ("one" if self.has_time else "one.partial")).mkdir(parents=True, exist_ok=True)
         return 0 if self.has_time else None
 
@@ -160,6 +167,7 @@ def lab(tmp_path: Path, tiny: Callable[..., RunConfig], monkeypatch: pytest.Monk
 def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(lab: Lab) -> None:
     lab.run("first")
     assert lab.rows()[0]["evaluations"] == "0 of 1"
+    assert lab.calls.packs == [1], "the training is packed before it is evaluated"
     assert lab.collect("first") == [("done", "0 of 1")]
     ((_, key),) = lab.merged
     assert not list((lab.folder / "here" / key / "evaluations").iterdir())
@@ -227,6 +235,80 @@ def test_a_run_that_the_main_command_refuses_ends_the_command_with_its_words(lab
     with pytest.raises(ConfigError, match=r"^bf16-seed0-.* was refused: error: no such model$"):
         lab.run("first")
     assert not list((lab.folder / "first").iterdir())
+
+
+def test_what_a_run_is_told_of_this_machine(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of a line win over those for the machine; evaluations may use its variables."""
+    monkeypatch.setenv("BENCHMARKS", "/data/b")
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("accuracy questions=2", "accuracy benchmarks=a:$BENCHMARKS"))
+    lab.calls.endings = ["stopped"]
+    lab.run("first", here="device=cuda 'task.instruction=a b'")
+    assert "device=cpu" in lab.calls.overrides
+    assert "task.instruction=a b" in lab.calls.overrides
+    assert "device=cuda" not in lab.calls.overrides
+    lab.run("second", commit="c0ffee")
+    assert lab.calls.overrides[-1] == "benchmarks=a:/data/b"
+    assert lab.rows()[0]["commit"] == "c0ffee"
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_sessions_and_of_its_evaluations(lab: Lab) -> None:
+    """A clock of the tests counts a minute at each look."""
+    lab.run("first")
+    assert 60 <= int(lab.rows()[0]["seconds"]) < 3600
+    (done,) = lab.folder.glob("machine/*/DONE")
+    done.write_text('{"seconds": 86400}')
+    lab.calls.has_time = True
+    lab.run("second")
+    assert 86400 + 60 <= int(lab.rows()[0]["seconds"]) < 86400 + 3600
+
+
+def test_runs_take_the_first_gpus_of_the_visible_ones(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,9")
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("seeds: [0]", "seeds: [0, 1, 2, 3]"))
+    lab.run("first", gpus=2)
+    assert len(lab.calls.gpus) == 4
+    assert {*lab.calls.gpus} <= {"4", "7"}
+
+
+def test_the_first_runs_on_each_gpu_start_one_after_the_other() -> None:
+    waits = list[float]()
+    stopped: Any = SimpleNamespace(wait=waits.append, is_set=lambda: True)  # and none is begun
+    here = Machine(None, RunOptions(gpus=2, jobs=2), GpuPool(["0", "1"], 2), 0.0, stopped)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Machine, "make_on", lambda *_: True)
+        for number in range(6):
+            here.make(None, number)  # type: ignore[arg-type]
+    assert waits == [0, 0, command.STAGGER_SECONDS, command.STAGGER_SECONDS]
+
+
+def test_a_preregistered_run_waits_for_its_preregistration(lab: Lab) -> None:
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("preregistered: false, ", ""))
+    with pytest.raises(ConfigError, match="part formats is preregistered"):
+        lab.run("first")
+    assert lab.calls.made == []
+    (lab.folder / "PREREGISTRATION.md").write_text("what was asked before")
+    lab.run("first")
+    assert lab.rows()[0]["preregistration"] == hashlib.sha256(b"what was asked before").hexdigest()[:12]
+
+
+def test_a_disk_that_fills_up_leaves_no_half_of_a_pack(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "add", full)
+    with pytest.raises(OSError, match="No space left"):
+        lab.run("first")
+    assert not list(lab.folder.glob("first/*.tar.gz"))
+
+
+def test_a_report_that_fails_leaves_the_ledger_as_it_was(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the same command collects the same packs again."""
+    lab.run("first")
+    monkeypatch.setattr(command, "_merge", MERGE)
+    monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    with pytest.raises(ValueError, match=r"^the report failed: -m qerl_lab\.report .*/here/bf16-seed0-.* out="):
+        lab.collect("first")
+    assert lab.ledger() == []
 
 
 @pytest.mark.parametrize("second", [DONE, FAILED])
@@ -318,6 +400,17 @@ def test_results_go_to_the_folders_of_all_parts_that_list_a_run(lab: Lab) -> Non
     lab.run("first")
     lab.collect("first")
     assert [folder for folder, _ in lab.merged] == [lab.folder.name, "other"]
+
+
+def test_a_run_goes_to_no_folder_of_another_part(lab: Lab) -> None:
+    other = '  - {name: other, lines: ["+experiment=nvfp4"], seeds: [0], preregistered: false, into: other}\n'
+    (lab.folder / "queue.yaml").write_text(QUEUE + other)
+    lab.run("first")
+    (lab.folder / "first" / "notes.txt").write_text("no pack")
+    lab.collect("first")
+    assert [(folder, run.partition("-")[0]) for folder, run in lab.merged] == [
+        (lab.folder.name, "bf16"), ("other", "nvfp4")
+    ]  # fmt: skip
 
 
 def test_a_part_may_be_renamed_before_its_packs_are_collected(lab: Lab) -> None:

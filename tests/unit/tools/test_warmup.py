@@ -1,6 +1,7 @@
 """The warm-up: what is learned, and a directory that a run trains on."""
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from trl import SFTTrainer
 
@@ -95,15 +97,18 @@ def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: Wa
 
 def test_every_solution_is_seen_once_in_each_pass(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last update of a pass is not full."""
-    seen, step = list[int](), SFTTrainer.training_step
+    seen, rates, step = list[int](), list[float](), SFTTrainer.training_step
 
     def counted(trainer: SFTTrainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *more: object) -> object:
         seen.append(len(inputs["input_ids"]))
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
         return step(trainer, model, inputs, *more)
 
     monkeypatch.setattr(SFTTrainer, "training_step", counted)
     warm_up(replace(options, questions=9, epochs=2))
     assert sum(seen) == 2 * 9
+    wanted = [1e-2 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2) for n in (1, 2, 3, 4)]
+    assert list(dict.fromkeys(rates)) == pytest.approx(wanted), "a cosine from the peak to a tenth of it"
     assert [count_updates(epochs, 7473, 64) for epochs in (0.1, 1, 3)] == [12, 117, 351]
 
 
@@ -139,6 +144,7 @@ def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     assert len(record["losses"]) == 12
     assert record["losses"][0] > 6
     assert record["losses"][-1] < 4
+    assert {tensor.dtype for tensor in load_file(options.folder / "model.safetensors").values()} == {torch.bfloat16}
     assert record["solutions"]["training_questions"] == 64
     assert record["began_from"] == {"path": options.model, "revision": None, "hash": model_hash(Path(options.model))}
     assert {file.name for file in options.folder.iterdir()} == {*record["sha256"], "warmup.json"}
@@ -169,6 +175,7 @@ def test_a_machine_of_several_gpus_shows_one_to_the_trainer(
         ({"model": "no.gguf"}, "model=no.gguf is no file"),
         ({"batch_size": 12, "micro_batch_size": 8}, "micro_batch_size=8 does not divide batch_size=12.*batch_size=4"),
         ({"out": "MODEL/inside"}, "lie within each other"),
+        ({"out": "MODEL/.."}, "lie within each other"),
         ({"out": "MODEL", "model": "pocket", "overwrite": True}, "was not made by this command"),
     ],
 )
@@ -178,6 +185,10 @@ def test_what_cannot_serve_is_refused_before_torch_is_imported(
     given = {key: str(value).replace("MODEL", str(model)) if key == "out" else value for key, value in changes.items()}
     with pytest.raises(ConfigError, match=message):
         check(replace(options, **given))  # type: ignore[arg-type]
+
+
+def test_fewer_solutions_than_a_micro_batch_are_one_update(options: WarmupOptions) -> None:
+    check(replace(options, batch_size=3, micro_batch_size=8))
 
 
 def test_a_packed_model_is_refused(options: WarmupOptions, tmp_path: Path) -> None:
@@ -208,3 +219,5 @@ def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(op
     said = training_words(replace(options, instruction="Think, then answer (briefly)."))
     (job,) = make_plan([word for word in said if not word.startswith("model.path=")], False).jobs
     assert job.config.task.instruction == "Think, then answer (briefly)."
+    assert "task=gsm8k" in training_words(replace(options, task="gsm8k"))
+    assert not [word for word in training_words(options) if word.startswith("task")]

@@ -313,9 +313,9 @@ def test_an_error_ends_a_run_as_failed_unless_it_is_done(
     cfg = RunConfig()
     cfg.tracking.mlflow, cfg.tracking.wandb = False, True
     write_config(tmp_path, cfg)
+    if is_done:
+        RunDirectory(tmp_path).finish({})
     with pytest.raises(ZeroDivisionError), Tracker(cfg, RunDirectory(tmp_path)) as tracker:
-        if is_done:
-            RunDirectory(tmp_path).finish({})
         raise ZeroDivisionError
     if is_done:
         tracker.finish("FINISHED")
