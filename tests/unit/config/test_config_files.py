@@ -17,9 +17,9 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import describe_option
 from qerl_lab.cli.overrides import GROUPS
 from qerl_lab.config import __main__ as tables
-from qerl_lab.config.arm import config_hash, flatten, leaves, settings_of_arm, values_of
+from qerl_lab.config.arm import as_recorded, config_hash, flatten, leaves, settings_of_arm, values_of
 from qerl_lab.config.conf_folder import choices_of, package_data
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import ModelConfig, RunConfig
 from qerl_lab.config.task import PAPER_INSTRUCTION
 
 ARMS, SCALES = choices_of("experiment"), choices_of("scale")
@@ -170,7 +170,7 @@ def hash_of(*words: str) -> str:
 
 @pytest.mark.parametrize("words", [
     ["+experiment=nvfp4_aqn", "seed=3", "run_dir=elsewhere", "checkpoint.every=1", "tracking.experiment=mine"],
-    ["+experiment=nvfp4_aqn", "device=cpu", "cpu_threads=1", "model.name=another"],
+    ["+experiment=nvfp4_aqn", "device=cpu", "cpu_threads=1", "model.name=another", "eval.samples_before=2"],
     ["format=nvfp4", "aqn=exponential"],
 ], ids=["the run", "the machine and a label", "another way to type it"])  # fmt: skip
 def test_what_does_not_make_another_arm_leaves_its_hash(words: list[str]):
@@ -197,8 +197,20 @@ def test_keys_of_vllm_in_this_process_make_no_arm_of_a_server():
     before = config_hash(cfg)
     cfg.rollout.vllm.dense_rows, cfg.rollout.vllm.share_base = 64, True
     assert config_hash(cfg) == before
+    server = cfg.rollout.vllm_server
+    server.url, server.adapter_dir, server.patience_seconds, server.tensor_parallel = "http://a", "/a", 9.0, 2
+    assert config_hash(cfg) == before, "where it runs"
     cfg.rollout.vllm.kv_cache_dtype = "fp8"
     assert config_hash(cfg) != before
+
+
+@pytest.mark.parametrize("content", [None, "0" * 12])
+def test_a_record_in_text_names_the_same_arm(content: str | None) -> None:
+    cfg = RunConfig(model=ModelConfig(path="org/name", hash=content))
+    cfg.rollout.engine, cfg.rollout.vllm_server.overlap = "vllm_server", True
+    arm = settings_of_arm(values_of(cfg))
+    assert settings_of_arm(as_recorded(cfg)) == {name: str(value) for name, value in arm.items()}
+    assert [key for key in arm if key in ("model.path", "model.hash")] == ["model.hash" if content else "model.path"]
 
 
 def test_resolved_configurations_are_as_recorded(composed):

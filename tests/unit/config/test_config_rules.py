@@ -1,6 +1,7 @@
 """Every rule across keys: what it refuses, what the message says, and what it lets through."""
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import FIELDS, FOREIGN_NAMES, TYPES, check_type, parse_condition
 from qerl_lab.config.option import ConfigError, check_bounds
-from qerl_lab.config.rules import NEEDS, from_dict
+from qerl_lab.config.rules import NEEDS, check_engine, from_dict
 from qerl_lab.config.schema import RunConfig
 
 
@@ -45,6 +46,12 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
     [
         ({"lora__rank": 0, "format__name": "nvfp4"}, "lora.rank=0 with format.name=nvfp4", "format=bf16, or lora=rank"),
         (FULL | {"rollout__engine": "vllm", "device": "cpu"}, "device=cpu", "Type rollout=transformers"),
+        ({"optim__beta2": 1.0}, "optim.beta2=1.0", "at most 0.99999"),
+        ({"aqn__schedule": "linear", "aqn__stages": 1, "aqn__reading": "algorithm"}, "aqn.stages=1", "aqn.stages=2"),
+        ({"task__name": "code_io", "task__format_reward": 0.0, "task__answer_reward": 0.0,
+          "task__code_io__tests_reward": 0.0}, "reward nothing", "task.answer_reward=1"),
+        ({**TILES, "lora__rank": 12}, "lora.rank=12", "a rank in multiples of 8 up to 128"),
+        ({"task__path": "https://me:pw@host"}, "***@host", "HF_TOKEN=TOKEN"),
         ({"optim__max_grad_norm": 1e13}, "optim.max_grad_norm=10000000000000.0", "at most 1e12. Type"),
         ({"model__attention": "flash_attention_2", "model__dtype": "float32"}, "float32", "model.attention=sdpa"),
         ({"format__ignore": ["re:("]}, "'re:('", "re:PATTERN"),
@@ -90,6 +97,66 @@ def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, giv
     assert remedy in message
 
 
+SHARED = {"format__name": "nvfp4", "rollout__vllm__share_base": True}
+DENSE_ROWS = {"format__name": "nvfp4", "rollout__vllm__dense_rows": 64}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "other"),
+    [
+        ({"optim__name": "adamw_8bit", "device": "cpu"}, "optim.name", "device"),
+        ({"format__dense_cache": "on", "device": "cuda"}, "format.dense_cache", "device"),
+        ({"model__attention": "flash_attention_2", "device": "cpu"}, "model.attention", "device"),
+        ({"optim__packing": "on", "model__attention": "eager"}, "optim.packing", "model.attention"),
+        ({"aqn__schedule": "adaptive"}, "aqn.schedule", "aqn.unit"),
+        (W8A8 | {"format__name": "nvfp4"}, "format.activations", "format.name"),
+        (W8A8 | {"rollout__engine": "vllm_server"}, "format.activations", "rollout.engine"),
+        ({"jobs_per_gpu": 2, "gpus": 2}, "jobs_per_gpu", "gpus"),
+        ({"jobs_per_gpu": 2, "launcher": "slurm"}, "jobs_per_gpu", "launcher"),
+        (
+            {"format__name": "nf4", "rollout__vllm__linear_backend": "marlin"},
+            "rollout.vllm.linear_backend",
+            "format.name",
+        ),
+        (TILES | SERVER, "rollout.vllm.linear_backend", "rollout.engine"),
+        (TILES | {"model__dtype": "float32"}, "rollout.vllm.linear_backend", "model.dtype"),
+        (TILES | {"format__name": "fp8"}, "rollout.vllm.linear_backend", "format.name"),
+        (TILES | {"rollout__vllm__lora": "request"}, "rollout.vllm.linear_backend", "rollout.vllm.lora"),
+        (DENSE_ROWS | {"format__name": "bf16"}, "rollout.vllm.dense_rows", "format.name"),
+        (DENSE_ROWS | {"rollout__vllm__lora": "request"}, "rollout.vllm.dense_rows", "rollout.vllm.lora"),
+        (SHARED | {"format__name": "bf16"}, "rollout.vllm.share_base", "format.name"),
+        (
+            SHARED | {"rollout__vllm__linear_backend": "humming"},
+            "rollout.vllm.share_base",
+            "rollout.vllm.linear_backend",
+        ),
+        (FULL | {"algorithm__beta": 0.1}, "lora.rank", "algorithm.beta"),
+        (FULL | SERVER, "lora.rank", "rollout.engine"),
+        (FULL | {"gpus": 2}, "lora.rank", "gpus"),
+        (FULL | {"lora__start_from": "runs/a"}, "lora.rank", "lora.start_from"),
+        (SERVER | {"gpus": 2}, "rollout.engine", "gpus"),
+        (OVERLAP | {"rollout__importance_correction": "off"}, "rollout.vllm_server.overlap", "importance_correction"),
+        (OVERLAP | KL | {"aqn__schedule": "adaptive"}, "rollout.vllm_server.overlap", "aqn.schedule"),
+        (OVERLAP | {"checkpoint__every": 1}, "rollout.vllm_server.overlap", "checkpoint.every"),
+        (OVERLAP | {"eval__every": 1}, "rollout.vllm_server.overlap", "eval.every"),
+    ],
+)
+def test_values_that_exclude_each_other_are_refused(values: dict[str, Any], key: str, other: str) -> None:
+    found = re.match(
+        r"(\S+)=\S+ with (\S+)=\S+ is not allowed, because .*; allowed with it: .* Type ", refusal(**values)
+    )
+    assert found is not None
+    assert (found[1], found[2].endswith(other)) == (key, True)
+
+
+def test_an_engine_that_an_evaluation_takes_must_fit_the_run(tiny) -> None:
+    cfg = tiny(format__name="nvfp4")
+    check_engine(cfg)
+    cfg.format.name, cfg.rollout.engine = "mine", "vllm"
+    with pytest.raises(ConfigError, match=r"^format\.name=mine with rollout\.engine=vllm is not allowed"):
+        check_engine(cfg)
+
+
 def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exist() -> None:
     for condition in itertools.chain.from_iterable((needs.given, needs.allowed) for needs in NEEDS):
         key, values, _ = parse_condition(condition)
@@ -104,6 +171,11 @@ def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exis
     "values",
     [
         OVERLAP, OVERLAP | KL, OVERLAP | {"rollout__importance_correction": "in_ratio"},
+        {**TILES, "lora__rank": 128}, {**KL, "aqn__schedule": "adaptive", "aqn__stages": 1},
+        {"task__name": "code_io", "task__format_reward": 0.0, "task__answer_reward": 0.0},
+        {"tracking__mlflow": False, "tracking__uri": "mine"},
+        {"rollout__vllm__max_num_batched_tokens": 64, "rollout__batch_size": 64},
+        SERVER | {"rollout__vllm_server__url": "http://127.0.1.1:8000"},
         SERVER, SERVER | {"rollout__vllm_server__url": "http://[::1]:8000/"}, SERVER | {"device": "cpu"},
         SERVER | {"rollout__vllm_server__url": "https://gpu7", "rollout__vllm_server__adapter_dir": "/shared"},
         FULL, FULL | {"aqn__schedule": "linear"},

@@ -44,6 +44,9 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "another size": lambda folder: os.truncate(folder / "model-1.safetensors", 10_000),
     "config.json": lambda folder: (folder / "config.json").write_text('{"rope_theta": 1}'),
     "a chat template": lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+    "an added token": lambda folder: (folder / "added_tokens.json").write_text("{}"),
+    "a special token": lambda folder: (folder / "special_tokens_map.json").write_text("{}"),
+    "an end token": lambda folder: (folder / "generation_config.json").write_text("{}"),
 }
 
 
@@ -78,6 +81,8 @@ def test_of_large_files_every_tensor_is_looked_at_and_small_ones_are_read_whole(
     assert len(set(found)) == len(found)
     flip(file, NORM + MATRIX // 2)
     assert model_hash(model) == found[-1]
+    file.write_bytes(file.read_bytes().replace(b"a.bias", b"b.bias"))
+    assert model_hash(model) != found[-1], "another name of a tensor"
 
 
 @pytest.mark.parametrize("size", [100, 5 * 2**20])

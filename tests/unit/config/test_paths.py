@@ -8,7 +8,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256, with_absolute_paths
-from qerl_lab.config.schema import ModelConfig, RunConfig, TaskConfig, TrackingConfig
+from qerl_lab.config.schema import LoraConfig, ModelConfig, RunConfig, TaskConfig, TrackingConfig
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +63,30 @@ def test_a_plan_has_them_as_the_run_will(here: Path) -> None:
     assert (job.config.model.path, job.config.model.name) == (f"{here}/mödel", "mödel")
     assert (job.config.task.path, job.run_dir) == (f"{home}/dätä", home / "rün")
     assert plan("scale=custom model.path=.").jobs[0].config.model.name == "work"
+    (here / "q4.gguf").touch()
+    assert plan("scale=custom model.path=q4.gguf").jobs[0].config.model.name == "q4"
     sweep = plan("scale=custom model.path='mödel',org/name hydra.sweep.dir=~/swëep", multirun=True)
     assert [job.config.model.path for job in sweep.jobs] == [f"{here}/mödel", f"{here}/org/name"]
     assert sweep.directory == home / "swëep"
+
+
+@pytest.mark.parametrize(("key", "name"), [
+    ("model.hash", "mödel"), ("lora.start_hash", "adapter/adapter_model.safetensors"), ("task.module_hash", "mine.py"),
+])  # fmt: skip
+def test_a_file_that_is_not_of_the_hash_in_the_configuration_is_refused(here: Path, key: str, name: str) -> None:
+    """A run goes on with the files that it began with."""
+    (here / "mödel" / "model.safetensors").touch()
+    (here / "adapter").mkdir()
+    for file in ("adapter/adapter_model.safetensors", "mine.py"):
+        (here / file).touch()
+    section = {"model.hash": ModelConfig(path="mödel"), "lora.start_hash": LoraConfig(start_from="adapter"),
+               "task.module_hash": TaskConfig(module="mine.py")}[key]  # fmt: skip
+    group, leaf = key.split(".")
+    cfg = with_absolute_paths(RunConfig(**{group: section}))
+    assert with_absolute_paths(cfg) == cfg
+    setattr(getattr(cfg, group), leaf, "0" * 12)
+    with pytest.raises(ConfigError, match=f"^{key}=0{{12}} is not that of {here}/{name}, which is .* Leave {key} out"):
+        with_absolute_paths(cfg)
 
 
 def test_a_run_records_the_hash_of_the_claims_that_it_is_to_test(here: Path) -> None:

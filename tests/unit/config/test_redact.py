@@ -8,12 +8,18 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact, redact_and_join, url_without_secrets
 from qerl_lab.config.rules import from_dict
 
+HEADS = ("gho_", "ghs_", "ghu_", "ghr_", "github_pat_", "glpat-", "sk-", "xoxb-")
+TOKENS = [  # of GitHub, GitLab, OpenAI and others, Slack, AWS; a JSON web token
+    *(f"{head}abcdefghijklmnopqrst" for head in HEADS), "AKIAIOSFODNN7EXAMPLE", "eyJhbGciOi.eyJzdWIiOi.SflKxwRJ",
+]  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
         ("http://u:p@h:1/x and https://t@g", "http://***@h:1/x and https://***@g"),
         ("http://me:p/w@h:5000", "http://***@h:5000"),
+        ("HTTP://me:pw@h", "HTTP://***@h"),
         ("http://me:p@ss@h:5000/a", "http://***@h:5000/a"),
         ("postgresql+psycopg2://me:pw@h/db?sslmode=on&sslpassword=pw", "postgresql+psycopg2://***@h/db?sslmode=on&sslpassword=***"),
         ("https://h/x?X-Amz-Signature=abc&a=1", "https://h/x?X-Amz-Signature=***&a=1"),
@@ -25,6 +31,8 @@ from qerl_lab.config.rules import from_dict
         ("docker --env=DB_PASS=abc", "docker --env=DB_PASS=***"),
         ("https://hooks.slack.com/services/T0/B0/xy failed", "https://hooks.slack.com/*** failed"),
         ("https://discord.com/api/webhooks/1/ab", "https://discord.com/api/webhooks/***"),
+        ("GITHUBTOKEN=abc dbpassword=def", "GITHUBTOKEN=*** dbpassword=***"),
+        *((f"denied to {token} here", "denied to *** here") for token in TOKENS),
         ("ghp_abcdefghijklmnopqrst, Authorization: Bearer abcdef", "***, Authorization: Bearer ***"),
     ],
 )  # fmt: skip
