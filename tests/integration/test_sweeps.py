@@ -61,6 +61,9 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
         before = len(sessions())
         main(["-m", *words])
         assert len(sessions()) == before + 2
+    capfd.readouterr()
+    assert main(["-m", "seed=0,10"]) == 0  # of two sweeps of the same jobs the newer one
+    assert f"2 jobs in {max(Path('runs/sweeps/adhoc').iterdir())}\n" in capfd.readouterr().out
 
 
 def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.CaptureFixture[str]) -> None:

@@ -63,11 +63,16 @@ def test_a_job_asks_slurm_for_what_it_uses_unless_the_flags_do(device: str, flag
     assert cluster.resources_to_request(configs, cluster.parse_sbatch_flags(flags)) == needs
 
 
-@pytest.mark.parametrize(("jobs", "share", "gpus"), [(8, 2, 0.5), (2, 4, 0.25)])
+@pytest.mark.parametrize(("changes", "there", "asked_for"), [
+    ({"jobs": 8, "jobs_per_gpu": 2}, 8.0, (0.5, 2)),
+    ({"jobs": 2, "jobs_per_gpu": 4, "cpu_threads": 0}, 8.0, (0.25, 1)),
+    ({"device": "cpu", "cpu_threads": 3}, 8.0, (0, 3)),
+    ({}, 0.0, (0, 2)),
+])  # fmt: skip
 def test_a_job_asks_ray_for_the_part_of_a_gpu_that_it_counts_on(
-    monkeypatch: pytest.MonkeyPatch, jobs: int, share: int, gpus: float
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], there: float, asked_for: tuple[float, int]
 ) -> None:
-    """A job takes as much of the GPU's memory."""
+    """A job takes as much of the GPU's memory; one on the CPU, or in a cluster without GPUs, takes none."""
     asked = dict[str, float]()
 
     def remote(**needs: float) -> Callable[..., SimpleNamespace]:
@@ -75,14 +80,14 @@ def test_a_job_asks_ray_for_the_part_of_a_gpu_that_it_counts_on(
         return lambda call: SimpleNamespace(remote=lambda job: "")
 
     ray = SimpleNamespace(
-        init=lambda **_: None, shutdown=lambda: None, cluster_resources=lambda: {"GPU": 8.0}, remote=remote,
+        init=lambda **_: None, shutdown=lambda: None, cluster_resources=lambda: {"GPU": there}, remote=remote,
         get=lambda reference: reference,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", cast(ModuleType, ray))
-    cfg = RunConfig(launcher="ray", jobs=jobs, jobs_per_gpu=share)
+    cfg = RunConfig(launcher="ray", **changes)
     with cluster.submit_to_ray([SweepJob(cfg, Path("run"), TypedCommand("the command"), Path("stop"))]) as futures:
         assert futures[0].result() == ""
-    assert asked["num_gpus"] == gpus
+    assert (asked["num_gpus"], asked["num_cpus"]) == asked_for
 
 
 def test_a_ray_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
