@@ -166,6 +166,7 @@ def test_a_reason_of_the_run_s_own_stays(run: RunDirectory) -> None:
     run.fail("ConfigError: no such model\n\ntrace")
     assert run.settle(USAGE) == USAGE
     assert run.settle(FAILURE) == FAILURE
+    assert run.settle(-signal.SIGSEGV) == FAILURE, "it died while it left"
     assert (run.status, run.reason) == ("failed", "ConfigError: no such model")
     run.begin()
     assert run.status == "interrupted", "a run that goes on has not failed"
