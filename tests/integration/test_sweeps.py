@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -248,9 +249,27 @@ def test_a_job_sees_as_many_gpus_as_it_takes_and_one_on_the_cpu_takes_none(monke
 
     monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    jobs: list[Any] = [Job(gpus=2), Job(gpus=4, device="cpu"), Job()]
+    jobs: list[Any] = [Job(gpus=2), Job(device="cpu"), Job()]
     with scheduler.run_locally(jobs) as futures:
         assert [future.result() for future in futures] == ["3,5", "none", "3"]
+
+
+def test_jobs_that_share_a_gpu_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the three others."""
+    met = threading.Barrier(4)
+
+    class Job:
+        config = RunConfig(jobs=4, jobs_per_gpu=2)
+
+        def __call__(self, visible: dict[str, str]) -> str:
+            met.wait(20)
+            return visible["CUDA_VISIBLE_DEVICES"]
+
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    jobs: list[Any] = [Job() for _ in range(4)]
+    with scheduler.run_locally(jobs) as futures:
+        assert sorted(future.result() for future in futures) == ["3", "3", "5", "5"]
 
 
 def test_a_gpu_that_a_job_has_just_left_is_no_idle_one_while_it_has_another_job() -> None:

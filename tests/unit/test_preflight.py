@@ -286,6 +286,14 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-0.5B-Instruct"), Path.cwd() / "run") == []
 
 
+def test_a_model_in_a_folder_needs_no_room_for_a_download(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_disk, "parameters", lambda folder: 7 * 10**9)
+    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
+    usage = shutil.disk_usage(".")._replace(free=2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert preflight.check(plain(model__path=str(model), device="cpu"), Path.cwd() / "run") == []
+
+
 def test_the_usual_threads_are_allowed_on_a_machine_of_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert preflight.check(plain(), Path.cwd() / "run") == []

@@ -119,6 +119,13 @@ def test_names_stand_in_the_order_of_their_numbers() -> None:
     assert sorted(names, key=terminal.by_numbers) == ["9-bf16", "10-bf16", "full", "rank16", "rank128"]
 
 
+def test_a_path_is_shown_from_where_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert terminal.format_path(tmp_path / "here" / "runs" / "a") == "runs/a"
+    assert terminal.format_path(tmp_path / "runs") == f"{tmp_path}/runs"
+
+
 def test_a_line_to_type_names_the_python_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(terminal.shutil, "which", lambda name: sys.executable)
     assert terminal.python_command() == "python"
