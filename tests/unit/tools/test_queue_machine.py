@@ -87,7 +87,7 @@ class Calls:
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg, self.has_time, self.made, self.endings = cfg, False, list[str](), list[str]()
-        self.weights = ""
+        self.weights, self.seconds = "", 3.0  # those of all sessions of a run
         self.packs, self.gpus = list[int](), list[str]()  # packs that lay there at each evaluation; the GPU of each run
         self.overrides: Sequence[str] = ()  # of the newest call
 
@@ -116,7 +116,7 @@ class Calls:
             if self.weights:
                 (folder / self.weights).parent.mkdir()
                 (folder / self.weights).write_bytes(b"weights")
-            directory.finish({"seconds": 3.0})
+            directory.finish({"seconds": self.seconds})
             return 0
         self.packs.append(len(list(Path(machine.options.pack).glob("*.tar.gz"))))
         (folder / "evaluations" / ("one" if self.has_time else "one.partial")).mkdir(parents=True, exist_ok=True)
@@ -260,6 +260,10 @@ def test_the_seconds_of_a_run_are_those_of_all_its_sessions_and_of_its_evaluatio
     lab.calls.has_time = True
     lab.run("second")
     assert 86400 + 60 <= int(lab.rows()[0]["seconds"]) < 86400 + 3600
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace(', after: ["accuracy questions=2"]', "").replace("[0]", "[1]"))
+    lab.calls.seconds = 172800
+    lab.run("third")
+    assert lab.rows()[1]["seconds"] == "172800", "without an evaluation"
 
 
 def test_runs_take_the_first_gpus_of_the_visible_ones(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
