@@ -135,6 +135,10 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: submitit if name == "submitit" else None)
     with pytest.raises(ConfigError, match="needs sbatch and srun, and this machine lacks one"):
         cluster.check_can_submit(RunConfig(launcher="slurm"))
+    for there in ("sbatch", "srun"):  # a node on which nobody logs in may have one
+        monkeypatch.setattr(cluster.shutil, "which", {there: f"/bin/{there}"}.get)
+        with pytest.raises(ConfigError, match="needs sbatch and srun, and this machine lacks one"):
+            cluster.check_can_submit(RunConfig(launcher="slurm"))
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
     with pytest.raises(ConfigError, match=r"needs the package ray.*pip install 'qerl-lab\[ray\]'"):
         cluster.check_can_submit(RunConfig(launcher="ray"))

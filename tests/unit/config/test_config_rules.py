@@ -242,6 +242,17 @@ def test_every_number_of_the_schema_has_a_lowest_and_a_highest_value():
             assert high is not None or name in unbounded, name
 
 
+def test_what_follows_from_other_values() -> None:
+    values = {"algorithm__overlong_buffer_tokens": None, "rollout__max_completion_tokens": 160}
+    updates = {"algorithm__updates_per_rollout": 2, "algorithm__num_iterations": 3}
+    cfg = from_dict(nested(**values, **updates, checkpoint__keep=0, optim__name="adamw_8bit"))
+    assert cfg.overlong_buffer == 32, "a fifth, as in DAPO"
+    assert (cfg.updates_per_step, cfg.checkpoint.kept, cfg.optim.moment_bytes) == (6, 1, 2)
+    cfg = from_dict(nested(rollout__vllm_server__overlap=True))
+    assert (cfg.overlaps, cfg.overlong_buffer, cfg.optim.moment_bytes) == (False, 0, 8)
+    assert from_dict(nested(**OVERLAP)).overlaps
+
+
 def test_whole_groups_go_to_each_gpu(tiny) -> None:
     assert tiny(gpus=2).completions_per_gpu == 8
     with pytest.raises(ConfigError, match=r"prompts_per_step=4 cannot be split over gpus=3.*gpus=2, or .*_step=6\."):

@@ -299,5 +299,6 @@ def test_a_ledger_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_words_with_a_seed_are_refused(queue: Queue) -> None:
-    with pytest.raises(ConfigError, match="words=seed=7 sets a seed"):
-        queue_file.read(queue.folder / "queue.yaml", ["seed=7"])
+    for word in ("seed=7", "+seed=7"):
+        with pytest.raises(ConfigError, match=re.escape(f"words={word} sets a seed")):
+            queue_file.read(queue.folder / "queue.yaml", [word])

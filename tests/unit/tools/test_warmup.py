@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,11 +102,12 @@ def test_every_solution_is_seen_once_in_each_pass(options: WarmupOptions, monkey
 
     def counted(trainer: SFTTrainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *more: object) -> object:
         seen.append(len(inputs["input_ids"]))
+        assert trainer.args.seed == 7, "of the order"
         rates.append(trainer.optimizer.param_groups[0]["lr"])
         return step(trainer, model, inputs, *more)
 
     monkeypatch.setattr(SFTTrainer, "training_step", counted)
-    warm_up(replace(options, questions=9, epochs=2))
+    warm_up(replace(options, questions=9, epochs=2, seed=7))
     assert sum(seen) == 2 * 9
     wanted = [1e-2 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2) for n in (1, 2, 3, 4)]
     assert list(dict.fromkeys(rates)) == pytest.approx(wanted), "a cosine from the peak to a tenth of it"
@@ -145,6 +147,9 @@ def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     assert record["losses"][0] > 6
     assert record["losses"][-1] < 4
     assert {tensor.dtype for tensor in load_file(options.folder / "model.safetensors").values()} == {torch.bfloat16}
+    for name in ("config.json", "generation_config.json"):
+        before, after = (json.loads((folder / name).read_text()) for folder in (Path(options.model), options.folder))
+        assert after | {"dtype": None} == before | {"dtype": None}, "the trainer's changes are undone"
     assert record["solutions"]["training_questions"] == 64
     assert record["began_from"] == {"path": options.model, "revision": None, "hash": model_hash(Path(options.model))}
     assert {file.name for file in options.folder.iterdir()} == {*record["sha256"], "warmup.json"}
@@ -185,6 +190,16 @@ def test_what_cannot_serve_is_refused_before_torch_is_imported(
     given = {key: str(value).replace("MODEL", str(model)) if key == "out" else value for key, value in changes.items()}
     with pytest.raises(ConfigError, match=message):
         check(replace(options, **given))  # type: ignore[arg-type]
+
+
+def test_what_is_left_out_of_the_task_is_said(
+    options: WarmupOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tasks, "load", lambda *_, **__: SimpleNamespace(warnings=["2 rows are left out"]))
+    monkeypatch.setattr("qerl_lab.model.weight_files.local_folder", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        warm_up(options)
+    assert capsys.readouterr().err == "note: 2 rows are left out\n"
 
 
 def test_fewer_solutions_than_a_micro_batch_are_one_update(options: WarmupOptions) -> None:
