@@ -22,7 +22,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.model.policy import Policy
 from qerl_lab.quantize.__main__ import COMMAND
 from qerl_lab.rollout.engine import EngineFailed, Sampling
-from qerl_lab.rollout.vllm.transfer import encode_tensor
+from qerl_lab.rollout.vllm import transfer
+from qerl_lab.rollout.vllm.transfer import encode_tensor, max_rank
 from qerl_lab.rollout.vllm_server import server_command
 from qerl_lab.tools import serve_line
 from rollouts import ids_of
@@ -84,9 +85,10 @@ def test_a_rollout_is_a_request_a_prompt(engine, fake: FakeVllm, policy: Policy)
     engine.generate(PROMPTS[1:], 2, replace(SAMPLING, first=1))
     assert {body["seed"] for body in sent(fake, COMPLETIONS)} == {*seeds[1:]}
     fake.asked.clear()
-    engine.generate(PROMPTS, 2, Sampling(4, seed=2, top_p=0.5))
-    assert not {body["seed"] for body in sent(fake, COMPLETIONS)} & {*seeds}
-    assert {body["logprobs"] for body in sent(fake, COMPLETIONS)} == {None}
+    engine.generate(PROMPTS, 2, Sampling(4, seed=2, temperature=0.7, top_p=0.5))
+    bodies = sent(fake, COMPLETIONS)
+    assert not {body["seed"] for body in bodies} & {*seeds}
+    assert {(body["temperature"], body["top_p"], body["logprobs"]) for body in bodies} == {(0.7, 0.5, None)}
 
 
 def test_as_many_groups_are_under_way_as_the_batch_holds(fake: FakeVllm, build) -> None:
@@ -357,10 +359,15 @@ def test_a_key_comes_from_the_environment_and_stays_out_of_messages(
 
 
 def test_the_adapter_lies_where_the_server_sees_it(fake: FakeVllm, build, tmp_path: Path) -> None:
+    """Maybe as another user: files are as readable as the folder that was typed."""
     shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o775)
     engine = build(rollout__vllm_server__adapter_dir=str(shared))
     [folder] = fake.adapters.values()
     assert Path(folder).parent == shared
+    assert Path(folder).stat().st_mode & 0o777 == 0o755
+    assert Path(folder, "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
     engine.close()
     assert list(shared.iterdir()) == []
 
@@ -371,6 +378,22 @@ def test_an_adapter_that_cannot_be_written_is_a_failure_of_the_engine(build, tmp
     shutil.rmtree(shared)
     with pytest.raises(EngineFailed, match=rf"^the adapter cannot be written to {shared}/.+No such file"):
         engine.sync(CLEAN)
+
+
+def test_a_write_that_breaks_off_leaves_the_adapter_before_it(engine, fake: FakeVllm, monkeypatch) -> None:
+    """The server may read the file at any time."""
+    [folder] = fake.adapters.values()
+    weights = Path(folder, "adapter_model.safetensors")
+    before = weights.read_bytes()
+
+    def break_off(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        file.write_bytes(before[:100])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(transfer, "save_file", break_off)
+    with pytest.raises(EngineFailed, match="no space left"):
+        engine.sync(CLEAN)
+    assert weights.read_bytes() == before
 
 
 def test_a_server_that_fails_at_the_start_is_refused(fake: FakeVllm, build) -> None:
@@ -452,6 +475,11 @@ def test_a_server_of_fp8_weights_takes_marlin(tiny) -> None:
     assert serve.endswith(" --linear-backend marlin")
     cfg.rollout.vllm.linear_backend = "vllm"
     assert server_command.commands(cfg)[1].endswith(" --linear-backend auto")
+
+
+@pytest.mark.parametrize(("rank", "buffers"), [(1, 1), (8, 8), (9, 16), (512, 512)])
+def test_an_adapter_gets_the_smallest_buffers_of_vllm_that_hold_it(rank: int, buffers: int) -> None:
+    assert max_rank(rank) == buffers
 
 
 def test_a_rank_that_vllm_has_no_buffers_for_is_refused(tiny) -> None:

@@ -64,9 +64,11 @@ class VllmServerEngine(Engine):
             if server_cfg.adapter_dir is None:
                 self._folder = self._open.enter_context(scratch_folder(adapter_bytes(policy.model)))
             else:
-                Path(server_cfg.adapter_dir).mkdir(parents=True, exist_ok=True)
-                temporary = tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(server_cfg.adapter_dir).absolute())
+                shared = Path(server_cfg.adapter_dir).absolute()
+                shared.mkdir(parents=True, exist_ok=True)
+                temporary = tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=shared)
                 self._folder = Path(self._open.enter_context(temporary))
+                self._folder.chmod(shared.stat().st_mode & 0o755)  # else for its owner alone, who may not be the server's
             write_settings(policy.model, self._folder)
             # A server that differs would train the policy on another model's completions, unnoticed.
             self._check_settings()
