@@ -274,6 +274,7 @@ CASES = {
     "grpo, ratio to the sampler, one update": IN_RATIO,
     "grpo, four updates, adaptive entropy": BIG_STEPS | {
         "algorithm__entropy_coef": 0.1, "algorithm__entropy_target": 3.0, "algorithm__entropy_coef_step": 0.05,
+        "algorithm__entropy_coef_max": 0.12,
     },
     "dr_grpo, four updates, masked": BIG_STEPS | {"algorithm__name": "dr_grpo", "algorithm__mask_truncated": True},
     "gspo, four updates, kl, masked": BIG_STEPS | GSPO | {

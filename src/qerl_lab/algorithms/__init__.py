@@ -25,7 +25,6 @@ def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
         "epsilon_high": cfg.epsilon_high + (algorithm.LOSS_TYPE == "cispo"),
         "beta": cfg.beta,
         "use_bias_correction_kl": cfg.kl_estimator == "k3_ratio",
-        "scale_rewards": "group" if cfg.normalize_std else "none",
         "num_iterations": cfg.num_iterations,
         "entropy_coef": cfg.entropy_coef,
         "use_adaptive_entropy": cfg.entropy_target is not None,
