@@ -107,6 +107,8 @@ BUGS = [
         '{"temperature": sampling.temperature,', '{"temperature": 1.0,', "unit/rollout/test_contract.py"),
     Bug("sampler forgets the nucleus", "rollout/transformers.py",
         '"top_p": sampling.top_p,', '"top_p": 1.0,', "unit/rollout/test_contract.py"),
+    Bug("sampler draws the fifty most probable tokens only", "rollout/transformers.py",
+        '"top_k": 0}', '"top_k": 50}', "unit/rollout/test_contract.py"),
     Bug("sampler reads the padding of a prompt", "rollout/transformers.py",
         "attention_mask=mask,", "attention_mask=torch.ones_like(mask),", "unit/rollout/test_contract.py"),
     Bug("an end token at the limit counts as cut", "rollout/transformers.py",
