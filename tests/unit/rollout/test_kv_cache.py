@@ -59,3 +59,7 @@ def test_a_cache_without_vllms_own_block_is_refused(tiny) -> None:
     assert kv_cache_bytes(settings(tiny, rollout__vllm__kv_cache_gib=enough), 2**20, GIB) == 65 * 16 * 2**20
     with pytest.raises(ConfigError, match="kv_cache_gib"):
         kv_cache_bytes(settings(tiny, rollout__vllm__kv_cache_gib=64 * enough / 65), 2**20, GIB)
+    longer = settings(tiny, rollout__vllm__kv_cache_gib=enough)
+    longer.rollout.max_completion_tokens += 1  # begins a block
+    with pytest.raises(ConfigError, match="kv_cache_gib"):
+        kv_cache_bytes(longer, 2**20, GIB)

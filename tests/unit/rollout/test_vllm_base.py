@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from packed_layers import BY_NAME
+from packed_layers import BY_NAME, tiny_model
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles, read_json
 from qerl_lab.rollout.vllm import base
-from small_checkpoints import equal, load
+from small_checkpoints import equal, load, write_packed
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "fp8"])
@@ -51,13 +51,23 @@ def test_a_directory_that_holds_the_same_weights_is_read_where_it_is(tiny, build
         assert folder == ASSETS
 
 
+def test_a_packed_directory_is_read_where_it_is(tmp_path: Path, tiny, build_policy) -> None:
+    model = write_packed(tmp_path, tiny_model(), BY_NAME["nvfp4"])
+    shutil.copy(ASSETS / "chat_template.jinja", model)
+    cfg = tiny(format__name="nvfp4", model__path=str(model))
+    with base.model_folder(build_policy(cfg), cfg) as folder:
+        assert folder == model
+
+
 def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, build_policy) -> None:
-    """A directory in float32 holds other weights than a policy in bf16."""
+    """A directory with some weights in float32 holds others than a policy in bf16."""
     model = tmp_path / "model"
     shutil.copytree(ASSETS, model)
     fine = load(ASSETS, PackedAs(BY_NAME["bf16"], ()))
-    for parameter in fine.parameters():
+    for path, parameter in fine.named_parameters():
         parameter.data += 1e-5 * torch.randn_like(parameter)
+        if "mlp" not in path:
+            parameter.data = parameter.data.bfloat16()
     fine.save_pretrained(model)
     cfg = tiny(format__name="bf16", model__path=str(model))
     learner = build_policy(cfg)
@@ -122,6 +132,17 @@ def test_folders_of_another_process_stay_until_it_is_killed(tmp_path: Path, monk
         assert mine == named
         assert not list(mine.iterdir())
     assert not list(place.iterdir())
+
+
+def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
+    """Whoever may write to the place could have any folder of the user emptied."""
+    place, own = tmp_path / "place", tmp_path / "own"
+    place.mkdir(), own.mkdir()
+    (own / "thesis.tex").touch()
+    (place / "model-0").symlink_to(own)
+    with base.named_folder("model", place) as folder:
+        assert folder == place / "model-1"
+    assert (own / "thesis.tex").exists()
 
 
 @pytest.mark.parametrize(("free", "in_memory"), [(1000, False), (1300, True)])
