@@ -99,6 +99,7 @@ def test_lists_of_others_are_read(weight_format: Format, written: dict, read: st
         (NVFP4, {"group.targets": ["re:.*q_proj"]}, "targets=['re:.*q_proj']"),
         (NVFP4, {"group.input_activations": {"num_bits": 4}},
          "input_activations={'num_bits': 4} cannot be loaded; allowed: None in nvfp4"),
+        (NVFP4, {"group.output_activations": {"num_bits": 8}}, "output_activations={'num_bits': 8}"),
         (NVFP4, {"group.weights.group_size": 32}, "weights.group_size=32 cannot be loaded; allowed: 16 in nvfp4"),
 
         (NVFP4, {"group.weights.scale_dtype": "torch.uint8"}, "weights.scale_dtype='torch.uint8'"),

@@ -51,7 +51,8 @@ def test_its_files_are_as_large_as_typed(tmp_path: Path, monkeypatch: pytest.Mon
     options = QuantizeOptions(model="m", method="gptq", dataset=str(tmp_path / "text.txt"), samples=1, tokens=8)
     options.shard_gb = 1e-4
     llmcompressor.run(options, write_dense(tmp_path / "dense", model), [], tmp_path / "out")
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert 1 < len(files) < len(model.state_dict())
 
 
 def test_what_llmcompressor_writes_is_recognized() -> None:

@@ -68,7 +68,25 @@ def test_bits_sizes_and_sqnr(folders):
     assert result["bits_per_weight"]["model"] == 8 * after / result["weights"]["all"]
     assert result["options"] == {"scale_rule": "max"}
     assert json.loads((folders[1] / "quality.json").read_text()) == result
-    assert "SQNR" in quality.table(options_for(folders), result)
+
+
+@pytest.mark.parametrize(("fitted", "said"), [(False, ""), (True, ", after the scales that AWQ moves")])
+def test_the_table_has_the_numbers_of_the_result(fitted: bool, said: str):
+    lowest = [{"layer": "a.q_proj", "db": 18.254}, {"layer": "b.q_proj", "db": None}]
+    result = {
+        "weights": {"all": 3000, "quantized": 2000}, "bytes": {"before": 6000, "after": 2600},
+        "bits_per_weight": {"quantized": 4.5, "model": 6.9333},
+        "sqnr_db": {"all": 20.0, "lowest": lowest, "scales_fitted": fitted},
+    }  # fmt: skip
+    table = quality.table(QuantizeOptions(format="mxfp4", method="awq"), result)
+    assert [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in table.splitlines()] == [
+        ["quantized", "2,000 of 3,000 weights to mxfp4 by awq"],
+        ["bits per weight", "4.500 where quantized, 6.933 over the whole model"],
+        ["size", "6.00kB -> 2.60kB"],
+        ["SQNR", f"20.00 dB over all weights{said}; the lowest:"],
+        ["18.25 dB", "a.q_proj"],
+        ["inf dB", "b.q_proj"],
+    ]
 
 
 def test_a_layer_without_error_has_an_infinite_sqnr():

@@ -20,6 +20,7 @@ from qerl_lab.model import policy
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
+from qerl_lab.quantize.quantize_model import training_overrides
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tools.warmup import WarmupOptions
 from qerl_lab.tools.warmup import check as check_warmup
@@ -197,6 +198,21 @@ def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, mod
     assert (kinds["v_proj"], kinds["lm_head"], kinds["q_proj"]) == ("Linear", "Linear", "PackedLinear")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": "pocket"}, ["+experiment=nvfp4_aqn", "scale=pocket"]),
+        ({"format": "fp8", "activations": "fp8"}, ["rollout=vllm", "format.activations=fp8"]),
+        ({"format": "mxfp4", "exponent_rule": "floor"}, ["+experiment=mxfp4_aqn", "format.exponent_rule=floor"]),
+    ],
+)
+def test_the_words_to_train_with_are_those_that_the_checkpoint_needs(options, words):
+    usual = ["+experiment=fp8_aqn", "scale=custom", "model.path=out"]
+    written = training_overrides(QuantizeOptions(**{"model": "m", "out": "out"} | options))
+    changed = {word.partition("=")[0]: word for word in (*usual, *words)}
+    assert sorted(written) == sorted(changed.values())
+
+
 def test_transformers_reads_a_module_in_ignore_of_nf4_as_the_lab_does(here):
     """It compares beginnings of names, and would take layers.1 for layers.10 too."""
     (here / "model").mkdir()
@@ -226,10 +242,23 @@ def test_another_command_does_not_go_on_with_an_unfinished_directory(here, model
     os.chdir(here)
     capsys.readouterr()
     assert "begun with format=nvfp4, and now format=mxfp4" in refused(capsys, model, "out=out", "format=mxfp4")
+    assert "now scale_rule=four_over_six is" in refused(capsys, model, "out=out", "scale_rule=four_over_six")
     os.utime(here / "model" / "model.safetensors", (time.time(), time.time()))
     assert "begun from other files" in refused(capsys, model, "out=out")
     assert run(model, "out=out", "overwrite=true") == 0
     assert sorted(os.listdir(here)) == ["model", "out"]
+
+
+def test_files_that_a_killed_process_left_are_no_part_of_the_checkpoint(here, model, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(quality, "measure", _interrupt)
+        assert run(model, "out=out") == 130
+    os.chdir(here)
+    journal = here / "out.partial" / "journal.json"
+    journal.write_text(json.dumps(json.loads(journal.read_text()) | {"files": {}}))
+    (here / "out.partial" / "left.json").touch()
+    assert run(model, "out=out") == 0
+    assert not (here / "out" / "left.json").exists()
 
 
 def _interrupt(*args: object) -> None:
