@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from qerl_lab.config.option import ConfigError
@@ -56,6 +57,18 @@ def test_without_a_chat_template_the_turns_are_lines(tmp_path: Path, monkeypatch
     ids = [*TOKENIZER(f"{QUESTION}\n{ANSWER}", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
     dataset = write(tmp_path, *[{"question": QUESTION, "answer": ANSWER}] * 2)
     assert sequences(dataset, 2, len(ids)).tolist() == [ids, ids]
+
+
+def test_a_tokenizer_that_begins_texts_with_a_token_adds_none(tmp_path: Path) -> None:
+    """A chat template writes that token itself, and the texts of one sequence follow each other."""
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    begins = TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = begins
+    assert tokenizer(QUESTION)["input_ids"][0] == 1
+    ids = [*tokenizer(QUESTION, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] * 2
+    dataset = write(tmp_path, *[{"text": QUESTION}] * 2)
+    found = calibration.sequences(dataset, tokenizer, samples=1, tokens=len(ids), seed=0)
+    assert found.tolist() == [ids]
 
 
 def test_a_line_separator_within_a_text_ends_no_row(tmp_path: Path) -> None:

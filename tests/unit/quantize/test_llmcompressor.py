@@ -4,6 +4,7 @@ The last need the environment of `make quantize-env`: `.venv-quantize/bin/python
 then `.venv-quantize/bin/python -m pytest tests/unit/quantize/test_llmcompressor.py`.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,14 @@ def test_error_on_more_tokens_than_the_model_reads(tmp_path: Path) -> None:
     options = QuantizeOptions(model="m", method="gptq", tokens=longest + 1)
     with pytest.raises(ConfigError, match=rf"Type tokens={longest}\."):
         llmcompressor.run(options, write_dense(tmp_path, model), [], tmp_path / "out")
+
+
+def test_a_gpu_that_it_would_take_all_the_same_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    llmcompressor.check(QuantizeOptions(method="gptq"))
+    with pytest.raises(ConfigError, match=r"device=cpu with method=gptq: .* Put CUDA_VISIBLE_DEVICES= before"):
+        llmcompressor.check(QuantizeOptions(method="gptq", device="cpu"))
 
 
 def test_its_files_are_as_large_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,14 @@ def test_files_keep_to_the_size_unless_one_layer_is_larger_and_the_index_knows_a
     written = WeightFiles(tmp_path / "out")  # refuses an index that is not that of the files
     units = rtn.list_units(source, packable(model_of(), ["lm_head"]), weight_format).values()
     assert len(written.files) > 3
+    sizes = []
     for file in written.files:
         held = [unit for unit in units if written.where(next(iter(unit.layout))) == str(file)]
-        assert len(held) == 1 or sum(written.bytes(name) for unit in held for name in unit.layout) <= limit
+        sizes.append(sum(written.bytes(name) for unit in held for name in unit.layout))
+        assert len(held) == 1 or sizes[-1] <= limit
+    assert all(size + following > limit for size, following in pairwise(sizes)), "two files would be one"
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: Path(written.where(name)).name for name in written.names}
     assert index["metadata"]["total_size"] == sum(map(written.bytes, written.names))
 
 
