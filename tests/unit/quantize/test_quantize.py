@@ -144,6 +144,11 @@ def test_a_list_that_would_pack_the_head_is_refused(model, capsys):
             1,
             ["model.safetensors", "model.layers.0.mlp.up_proj: 8192 values"],
         ),
+        (
+            lambda f: edit_tensors(f, model__layers__0__mlp__up_proj__weight=torch.ones(128, 64).to(torch.float8_e5m2)),
+            1,
+            ["model.safetensors", "model.layers.0.mlp.up_proj: nvfp4 packs a matrix", "got shape [128, 64] in torch.f"],
+        ),
         (lambda f: os.truncate(f / "model.safetensors", 9000), 1, ["model.safetensors", "is not whole"]),
     ],
 )

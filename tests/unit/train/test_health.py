@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.schema import RolloutConfig, RunConfig, VllmServerConfig
+from qerl_lab.config.task import TaskConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.health import WINDOW, Watch
 
@@ -39,11 +40,12 @@ def test_a_run_that_learns_hears_nothing(run: str) -> None:
         (WORTHLESS, ["no completion has earned anything", "python -m qerl_lab.tools.samples 'runs/a b'"]),
         ({"rollout/truncated_fraction": 1.0},
          ["cut at the token limit", "higher rollout.max_completion_tokens (it is 4096)"]),
-        (WORTHLESS | {"reward/mean": 1.2}, ["every question earned the same", "rollout.group_size (it is 8)"]),
+        (WORTHLESS | {"reward/mean": 1.2, "rollout/groups_flat": 2.0},
+         ["every question earned the same", "rollout.group_size (it is 8)"]),
         ({"rollout/groups_flat": 2.0}, ["dynamic sampling fills no batch", "algorithm.max_resamples (it is 10)"]),
         ({"sampler/logprob_gap_max": 24.9},
          ["sampler and trainer are two policies", "25 nats apart", "Do not believe this run", "model.dtype=float32"]),
-        ({"noise/sigma": 5e-4, "noise/std_observed": 3.2e-3}, ["another noise than was asked", "0.0005", "0.0032"]),
+        ({"noise/sigma": 5e-4, "noise/std_observed": 6.1e-4}, ["another noise than was asked", "0.0005", "0.00061"]),
     ],
 )  # fmt: skip
 def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, float], words: list[str]) -> None:
@@ -81,11 +83,36 @@ GONE = "the policy has collapsed: The reward was 0.70 as the run began and is"
     (HARD, UNLUCKY, []),  # over 5 steps of 2 questions this happens one time in three
     ({}, SHORT, ["300 tokens as the run began and has 90; .* type task.format_reward_for=right"]),
     ({}, SHORT | {"reward/answer": 0.6}, []),
-], ids=["worthless", "noise", "one token", "bad luck", "short", "short and right"])  # fmt: skip
+    ({}, {"policy/entropy_nats": 0.03, "reward/zero_variance_groups": 0.95}, []),
+], ids=["worthless", "noise", "one token", "bad luck", "short", "short and right", "sure"])  # fmt: skip
 def test_what_a_run_lost_since_it_began_is_told(early: dict, late: dict, words: list[str]) -> None:
     cfg = RunConfig(rollout=RolloutConfig(prompts_per_step=2 if early == HARD else 16))
     said = told([GOOD | early] * WINDOW + [GOOD | late] * 20, cfg)
     assert all(re.search(word, one) for word, one in zip(words, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("task", "began", "now", "names_the_format"),
+    [
+        ({"answer_reward": 0.0}, 0.0, 0.0, []),  # nobody asked for right answers
+        ({"answer_reward": 0.5}, 0.3, 0.36, []),  # right are 72% instead of 60%
+        ({"answer_reward": 0.5}, 0.3, 0.32, [True]),
+        ({}, 1.0000001, 1.0000001, [True]),  # all are right; a mean of float32 is above 1
+        ({"format_reward": 0.0}, 0.3, 0.3, [False]),
+        ({"format_reward_for": "right"}, 0.3, 0.3, [False]),
+    ],
+)
+def test_completions_that_shrink_are_told_unless_more_are_right(
+    task: dict, began: float, now: float, names_the_format: list[bool]
+) -> None:
+    steps = [GOOD | {"reward/answer": began}] * WINDOW + [GOOD | SHORT | {"reward/answer": now}] * WINDOW
+    said = told(steps, RunConfig(task=TaskConfig(**task), rollout=RolloutConfig(prompts_per_step=16)))
+    assert ["type task.format_reward_for=right" in one for one in said] == names_the_format
+
+
+def test_where_nothing_is_earned_since_all_is_cut_the_advice_is_more_tokens() -> None:
+    said = told([GOOD | WORTHLESS | {"rollout/truncated_fraction": 1.0}] * WINDOW)
+    assert ["Type a higher rollout.max_completion_tokens" in one for one in said] == [True, True]
 
 
 def test_a_resumed_run_compares_with_its_beginning_and_does_not_repeat_itself() -> None:

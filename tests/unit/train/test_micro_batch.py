@@ -40,6 +40,7 @@ LIMIT = 1000  # bytes that a pass may take before memory runs out
         (256, 640, lambda n: 10 * n, 64),
         (256, 639, lambda n: 10 * n, 32),
         (256, 640, lambda n: 100 + 10 * n, 32),  # gradients, which all sizes have
+        (256, 500, lambda n: 100 + 10 * n, 32),  # twice 16 takes less than twice as much
         (256, 640, lambda n: max(300, 10 * n), 64),  # small passes take as much as the output head does
         (256, 900, lambda n: 10 * n + n * n / 8, 32),  # more than the line says
         (256, 1000, lambda n: 10 * n if n < 64 else 1200, 32),  # out of memory

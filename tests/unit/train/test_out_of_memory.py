@@ -64,13 +64,15 @@ def test_what_torch_holds_besides_is_activations_and_the_rest_others(
          [ON_CPU, "kv_cache_gib lower", "kv_cache_dtype=fp8"], "gradient_checkpointing"),
         ({"rollout__engine": "vllm_server"}, {}, None, ["Type one of: optim.micro_batch_size"], "rollout."),
         ({"optim__micro_batch_size": 1}, {}, None, ["one of: rollout.max_completion_tokens lower than 16"], "micro_b"),
+        ({"lora__rank": 0, "format__name": "bf16"}, {}, None, ["; lora=rank32; "], "jobs_per_gpu"),
+        ({}, {}, 49, ["others 1.00"], "jobs_per_gpu"),
         ({}, {}, 2, ["others 48.00", "Type one of: a smaller jobs_per_gpu; "], "GPU 0"),
         (
             {"jobs_per_gpu": 2}, {}, 50,
             ["free 50.00; with jobs_per_gpu=2 this run may take 39.00. Type one of: a smaller jobs_per_gpu; "], "GPU 0",
         ),
     ],
-    ids=["transformers", "vllm", "server", "one", "shared", "part"],
+    ids=["transformers", "vllm", "server", "one", "all weights", "CUDA's own", "shared", "part"],
 )  # fmt: skip
 def test_the_message_names_shares_and_keys(
     tiny, policy: Policy, on_gpu: Callable[[int], None],
