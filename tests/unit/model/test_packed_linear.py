@@ -50,7 +50,8 @@ def test_input_dtype_and_autocast(weight_format: Format) -> None:
     packed = packed_linear(weight_format)
     twin = dense_twin(packed)
     x = torch.randn(7, K, requires_grad=True)
-    assert packed(x.bfloat16()).dtype is torch.bfloat16  # no autocast: computed in float32, returned as it came
+    short = x.bfloat16()  # without autocast computed in float32, and returned as it came
+    assert torch.equal(packed(short), packed(short.float()).bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = packed(x), twin(x)
     assert y.dtype is torch.bfloat16

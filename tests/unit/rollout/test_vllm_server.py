@@ -208,6 +208,13 @@ def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, build) -> None:
     assert "policy-old" not in fake.adapters
 
 
+def test_a_run_that_takes_over_ends_what_runs_and_clears_the_cache_before_it_loads(fake: FakeVllm, build) -> None:
+    fake.adapters["policy-old"] = "gone"
+    build()
+    needed = ["/abort_requests", "qerl_clear", "/v1/unload_lora_adapter", "/v1/load_lora_adapter"]
+    assert [asked for path, body in fake.asked if (asked := body.get("method", path)) in needed] == needed
+
+
 def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, build) -> None:
     """The first one neither samples with the other's adapter and noise, nor changes them."""
     other = build()
@@ -221,12 +228,16 @@ def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, build) -
     other.generate(PROMPTS, 2, SAMPLING)
 
 
-@pytest.mark.parametrize(("names", "said"), [(["policy-another"], "taken by another run"), ([], "started again")])
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(["policy-another"], "taken by another run"), (["own", "policy-another"], "taken by"), ([], "started again")],
+)
 def test_completions_of_a_server_that_changed_hands_are_none(engine, fake: FakeVllm, names, said: str) -> None:
     """All were answered, some of them by another run's noise."""
+    [own] = fake.adapters
 
     def change(answer: Any) -> Any:
-        fake.adapters = dict.fromkeys(names, "elsewhere")
+        fake.adapters = dict.fromkeys((own if name == "own" else name for name in names), "elsewhere")
         return answer
 
     fake.faults[COMPLETIONS] = [change]
