@@ -130,6 +130,9 @@ def test_nan_is_a_logprob(engine, fake: FakeVllm) -> None:
     assert all(math.isnan(logprob) for completion in out.completions for logprob in completion.logprobs)
     first, again = sent(fake, COMPLETIONS)[-2:]
     assert again == first | {"logprobs": None}
+    fake.faults[COMPLETIONS] = 2 * [refusal(400, "not JSON compliant")]
+    with pytest.raises(EngineFailed, match="not JSON compliant"):
+        engine.generate(PROMPTS[:1], 2, SAMPLING)
 
 
 # --- a server that is away

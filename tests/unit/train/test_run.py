@@ -9,7 +9,7 @@ import torch
 
 from qerl_lab import rollout
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
@@ -101,6 +101,38 @@ def test_a_mistake_in_a_grader_is_said_before_the_model_loads(tiny, tmp_path: Pa
     directory = claimed(tmp_path / "run", cfg)
     with pytest.raises(ConfigError, match=r"one_key.py: grade\(texts, questions\) must return a dict of scores"):
         run_module.build_session(cfg, directory, Stop())
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("nvfp4", "nvfp4 (4.50 bits a weight, 0.45 MiB)"), ("bf16", "bf16 (16.00 bits a weight, 3.16 MiB in float32)")],
+)
+def test_the_opening_lines_say_what_is_trained_on_what(tiny, tmp_path: Path, name: str, weights: str) -> None:
+    sizes = {"optim__micro_batch_size": 8, "rollout__max_prompt_tokens": 48}
+    cfg = tiny(format__name=name, aqn__schedule="off", **sizes)
+    session = run_module.build_session(cfg, claimed(tmp_path / "run", cfg), Stop())
+    assert run_module.opening_lines(session).splitlines() == [
+        f"adhoc at scale pocket: pocket in {weights}, no AQN, on cpu",
+        "grpo, LoRA rank 4 (34,176 parameters), learning rate 1e-05, arithmetic with 14 questions",
+        "3 steps of 4 x 4 completions of at most 16 tokens, 8 at a time, seed 0",
+        "note: 50 more questions are longer than rollout.max_prompt_tokens=48, and left out",
+        "note: 949 held-out questions are longer than rollout.max_prompt_tokens=48, and left out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"schedule": "off"}, "no AQN"),
+        ({}, "AQN exponential 0.05 -> 0.0005"),
+        ({"relative": True}, "AQN exponential 0.05 -> 0.0005 of each norm's size"),
+        ({"unit": "kl", "schedule": "linear"}, "AQN linear, KL 0.003 -> 0.0001 nats"),
+        ({"unit": "kl", "schedule": "adaptive"}, "AQN adaptive, KL 0.003 nats, from sigma 0.05"),
+    ],
+)
+def test_the_noise_of_a_run_in_words(changes: dict, said: str) -> None:
+    sizes = {"schedule": "exponential", "sigma_start": 0.05, "sigma_end": 5e-4, "kl_start": 3e-3, "kl_end": 1e-4}
+    assert run_module.noise_line(AqnConfig(**sizes | changes)) == said
 
 
 def test_a_template_that_writes_the_date_keeps_the_day_on_which_the_run_began(tiny, tmp_path: Path) -> None:
