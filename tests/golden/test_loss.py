@@ -273,7 +273,7 @@ CASES = {
     },
     "grpo, ratio to the sampler, one update": IN_RATIO,
     "grpo, four updates, adaptive entropy": BIG_STEPS | {
-        "algorithm__entropy_coef": 0.1, "algorithm__entropy_target": 3.0, "algorithm__entropy_coef_step": 0.05,
+        "algorithm__entropy_coef": 0.0, "algorithm__entropy_target": 3.0, "algorithm__entropy_coef_step": 0.05,
         "algorithm__entropy_coef_max": 0.12,
     },
     "dr_grpo, four updates, masked": BIG_STEPS | {"algorithm__name": "dr_grpo", "algorithm__mask_truncated": True},
@@ -362,7 +362,7 @@ def check_metrics(
     if cfg.algorithm.beta:
         total = sum(kl(sample, cfg).sum().item() for sample in trained if counts(sample, cfg))
         expected["policy/kl_reference"] = total / tokens_of(trained, cfg)
-    if cfg.algorithm.entropy_coef:
+    if cfg.algorithm.entropy_coef or cfg.algorithm.entropy_target is not None:
         expected["policy/entropy_coef"] = entropy_coef
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=2e-4, abs=2e-5)
     for name in ("policy/kl_reference", "policy/weight_cut_fraction", "policy/entropy_coef"):

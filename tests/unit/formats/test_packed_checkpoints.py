@@ -66,7 +66,8 @@ def test_an_entry_means_the_same_to_compressed_tensors(entry: str) -> None:
     from compressed_tensors.utils.match import match_name
 
     (written,) = NVFP4.quantization_config([entry], torch.bfloat16)["ignore"]
-    parts = ("self_attn.q_proj", "mlp.down_proj", "mlp.up_down_proj", "mlp.down_proj.0", "mlpx.up_proj")
+    parts = ("self_attn.q_proj", "mlp.down_proj", "mlp.up_down_proj", "mlp.down_proj.0", "mlpx.up_proj",
+             "mlp_down_proj")  # fmt: skip
     modules = ["lm_head", *(f"model.layers.{layer}.{part}" for layer in (3, 30) for part in parts)]
     ours = [module for module in modules if is_ignored(module, [entry])]
     assert ours
@@ -96,6 +97,7 @@ def test_lists_of_others_are_read(weight_format: Format, written: dict, read: st
         (NVFP4, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config="),
         (NVFP4, {"ignore": [3]}, "ignore=[3] cannot be loaded; allowed: a list of names"),
         (NVFP4, {"config_groups": {}}, "config_groups=[]"),
+        (NVFP4, {"config_groups": {"a": {"format": "nvfp4-pack-quantized"}, "b": {}}}, "config_groups=['a', 'b']"),
         (NVFP4, {"group.targets": ["re:.*q_proj"]}, "targets=['re:.*q_proj']"),
         (NVFP4, {"group.input_activations": {"num_bits": 4}},
          "input_activations={'num_bits': 4} cannot be loaded; allowed: None in nvfp4"),
