@@ -19,6 +19,7 @@ from packed_layers import BY_NAME
 from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.option import ConfigError
+from qerl_lab.formats import fp8
 from qerl_lab.model.policy import Policy
 from qerl_lab.quantize.__main__ import COMMAND
 from qerl_lab.rollout.engine import EngineFailed, Sampling
@@ -321,6 +322,7 @@ def fault(path: str, *faults: Any) -> Callable[[FakeVllm], None]:
 
 
 MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
+W8A8 = fp8.W8A8.quantization_config(["lm_head"], torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -329,6 +331,9 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (described(max_model_len=271), ["has max_model_len=271", "at least 272"]),
         (described(dtype="bfloat16"), ["has dtype=bfloat16", "this run: float32"]),
         (described(quantization="compressed-tensors", quantization_config=MXFP4), ["has format=mxfp4"]),
+        (described(quantization="compressed-tensors", quantization_config=W8A8), ["=fp8 with FP8 activations;"]),
+        (described(quantization="awq", quantization_config={"quant_method": "awq"}), ["has format=awq (quantization_c"]),
+        (described(quantization="experts_int8"), ["has format=experts_int8;"]),
         (described(logprobs_mode="raw_logprobs"), ["has logprobs_mode=raw_logprobs"]),
         (described(max_lora_rank=1), ["has max_lora_rank=1", "at least 8"]),
         (norms(lambda norm: norm + 0.01), ["another weight of model.layers.0.input_layernorm"]),
