@@ -227,6 +227,9 @@ def test_a_rank_that_waits_for_the_slowest_books_it_as_waiting(setting) -> None:
     assert runs[0].clock.seconds["wait"] > 0.9
     assert runs[0].clock.seconds["sync"] < 0.4 < runs[1].clock.seconds["sync"]
     assert runs[1].clock.seconds["wait"] < 0.4
+    runs[0].clock.start_step()
+    runs[0].clock.end_step()
+    assert runs[0].clock.seconds["wait"] == 0  # of this step alone
 
 
 class Dies(ScriptedEngine):
