@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from packed_layers import BY_NAME, tiny_model
 from qerl_lab import preflight, tasks
 from qerl_lab.cli import launch, scheduler
 from qerl_lab.cli.compose import make_plan
@@ -19,6 +20,7 @@ from qerl_lab.config.option import ConfigError, require_package
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import ASSETS
+from small_checkpoints import write_dense, write_packed
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +154,10 @@ def test_a_damaged_model_is_named(name: str, content: bytes | None, said: str, m
 
 def test_a_packed_output_layer_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = json.loads((model / "config.json").read_text())
+    packs_all = plain(model__path=str(model), format__name="nvfp4", format__ignore=[])
+    on_disk.check(model, packs_all)  # tied to the embedding
+    (model / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if k != "tie_word_embeddings"}))
+    on_disk.check(model, packs_all)  # as transformers reads it
     (model / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
     line = "scale=pocket model.path=model format=nvfp4 format.ignore=[down_proj,re:.*o_proj]"
     message = refused(line, capsys)
@@ -160,7 +166,7 @@ def test_a_packed_output_layer_is_refused(model: Path, capsys: pytest.CaptureFix
 
 
 def test_a_chat_template_may_be_in_the_tokenizer_s_settings(model: Path) -> None:
-    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.jinja").rename(model / "chat_template.json")  # for a processor; a tokenizer ignores it
     settings = json.loads((model / "tokenizer_config.json").read_text())
     with pytest.raises(ConfigError, match="chat template"):
         on_disk.check(model, plain(model__path=str(model)))
@@ -196,6 +202,9 @@ LONG = {"max_position_embeddings": 32768}
     [
         (LONG, 32768),
         (LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
+        (LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}, 32768),
+        (LONG | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}},
+         32768),
         (LONG | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 65536),
         (LONG | {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096}}, 32768),
         (LONG | {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 32768),
@@ -224,6 +233,17 @@ def test_the_layers_of_the_embedded_policy_are_read_from_its_header() -> None:
     cfg.lora.rank = 2
     per_layer = 2 * (160 + 160) + 2 * (160 + 32) + 3 * (160 + 448)
     assert on_disk.adapter_parameters(ASSETS, cfg) == 3 * 2 * per_layer
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "fp8", "nf4"])
+def test_a_packed_model_counts_as_the_dense_one(name: str, tmp_path: Path) -> None:
+    """But NF4 tells no shapes, and so of no adapter."""
+    dense = write_dense(tmp_path / "dense", tiny_model())
+    packed, cfg = write_packed(tmp_path / "packed", tiny_model(), BY_NAME[name]), RunConfig()
+    assert on_disk.parameters(packed) == on_disk.parameters(dense)
+    adapter = on_disk.adapter_parameters(dense, cfg)
+    assert on_disk.adapter_parameters(packed, cfg) == (0 if name == "nf4" else adapter)
+    assert adapter > 0
 
 
 def plain(**changes: Any) -> RunConfig:

@@ -193,7 +193,9 @@ def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
 
 def check_chat_template(folder: Path, setting: str) -> None:
     """Raise ConfigError if `folder` has no chat template. `setting` (`key=value`) is how the user named the model."""
-    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+    if (
+        folder / "chat_template.jinja"
+    ).exists():  # not chat_template.json, which transformers reads for processors only
         return
     settings = folder / "tokenizer_config.json"
     if not settings.is_file() or not read_json(settings, setting).get("chat_template"):

@@ -332,7 +332,10 @@ W8A8 = fp8.W8A8.quantization_config(["lm_head"], torch.float32)
         (described(dtype="bfloat16"), ["has dtype=bfloat16", "this run: float32"]),
         (described(quantization="compressed-tensors", quantization_config=MXFP4), ["has format=mxfp4"]),
         (described(quantization="compressed-tensors", quantization_config=W8A8), ["=fp8 with FP8 activations;"]),
-        (described(quantization="awq", quantization_config={"quant_method": "awq"}), ["has format=awq (quantization_c"]),
+        (
+            described(quantization="awq", quantization_config={"quant_method": "awq"}),
+            ["has format=awq (quantization_c"],
+        ),
         (described(quantization="experts_int8"), ["has format=experts_int8;"]),
         (described(logprobs_mode="raw_logprobs"), ["has logprobs_mode=raw_logprobs"]),
         (described(max_lora_rank=1), ["has max_lora_rank=1", "at least 8"]),

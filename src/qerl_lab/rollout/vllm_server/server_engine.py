@@ -68,7 +68,9 @@ class VllmServerEngine(Engine):
                 shared.mkdir(parents=True, exist_ok=True)
                 temporary = tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=shared)
                 self._folder = Path(self._open.enter_context(temporary))
-                self._folder.chmod(shared.stat().st_mode & 0o755)  # else for its owner alone, who may not be the server's
+                self._folder.chmod(
+                    shared.stat().st_mode & 0o755
+                )  # else for its owner alone, who may not be the server's
             write_settings(policy.model, self._folder)
             # A server that differs would train the policy on another model's completions, unnoticed.
             self._check_settings()
