@@ -124,3 +124,9 @@ def test_a_run_that_a_full_disk_ended_is_told_how_to_continue(tmp_path: Path) ->
     assert command.endswith(f"python -m qerl_lab resume={tmp_path}")
     (run.path / "FAILED").write_text("ValueError: 3\n\ntrace")
     assert launch.failure_message(run) == f"failed: ValueError: 3\n{tmp_path}/FAILED has the traceback"
+
+
+def test_a_process_that_was_started_with_others_than_the_run_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"^gpus=1 and this is one of 2 processes\. Type python -m qerl_lab resume=r1"):
+        ranks.join(RunConfig(run_dir="r1"), torch.device("cpu"))

@@ -243,6 +243,19 @@ def test_a_clean_stage_is_not_solved(tiny) -> None:
     assert found.metrics(2) == {"noise/sigma": 0, "noise/kl_target": 0}
 
 
+@pytest.mark.parametrize(("steps", "draws", "drawn"), [(12, 2, [1, 4]), (4, 8, [1, 2])])
+def test_sigma_is_solved_on_noises_of_steps_spread_over_its_stage(tiny, steps: int, draws: int, drawn: list) -> None:
+    cfg = tiny(**(SETTINGS | KL | {"aqn__solver__draws": draws, "steps": steps}))
+    found, asked = NoiseLevel(cfg), list[list[int]]()
+
+    def measure(noises: list[Noise]) -> float:
+        asked.append([noise.step for noise in noises])
+        return 5 * noises[0].sigma ** 2
+
+    found.solve(1, measure)
+    assert asked == [drawn] * len(asked)
+
+
 def test_the_second_stage_begins_where_the_first_one_led(tiny) -> None:
     """KL is a square here, so that the first guess of the second stage is right."""
     found, tried = NoiseLevel(tiny(**(SETTINGS | KL))), list[float]()

@@ -147,12 +147,43 @@ def dropping():
     return model
 
 
-@pytest.mark.parametrize(("make", "said"), [(sliding, "a sliding window"), (dropping, r"a dropout of 0\.1")])
+def mixed():
+    model = tiny_model()
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    return model
+
+
+def capped():
+    model = tiny_model()
+    model.config.attn_logit_softcapping = 50.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(sliding, "a sliding window"), (mixed, "a sliding window"), (capped, "a cap"), (dropping, r"a dropout of 0\.1")],
+)
 def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, said: str, tiny) -> None:
     """The attention itself would refuse in the first step."""
     assert not packing.why_not_packable(tiny_model())
     with pytest.raises(ConfigError, match=rf"optim\.packing=on is not possible for pocket.*{said}.*Type optim"):
         packing.should_pack(tiny(optim__packing="on"), make())
+
+
+def test_attention_has_the_scale_of_the_model_and_the_length_of_the_longest() -> None:
+    query, key, value = torch.randn(3, 1, 2, 9, 4)
+    told = {"cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32), "max_length_q": 5}
+    found, _ = packing.attend(torch.nn.Module(), query, key, value, None, scaling=0.3, **told)
+    parts = zip(*(tensor.split([4, 5], dim=2) for tensor in (query, key, value)), strict=True)
+    expected = [F.scaled_dot_product_attention(*part, is_causal=True, scale=0.3) for part in parts]
+    torch.testing.assert_close(found, torch.cat(expected, dim=2).transpose(1, 2))
+
+    def forward(*, labels: Tensor, **given: object) -> SimpleNamespace:
+        assert given["max_length_q"] == max(map(sum, LENGTHS))
+        return SimpleNamespace(log_probs=labels[:, 1:].float(), entropy=labels[:, 1:].float())
+
+    ids, mask, labels = padded()
+    packing.forward_packed(forward, input_ids=ids, attention_mask=mask, labels=labels)
 
 
 @pytest.mark.parametrize("changes", [

@@ -182,6 +182,7 @@ def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> 
     with ThreadPoolExecutor(2) as pool:
         batches = list(pool.map(lambda run: run.collect(), runs))
         found = list(pool.map(lambda run, batch: completion_metrics(run.cfg, batch, run.ranks), runs, batches))
+        twice, _ = pool.map(lambda run: completion_metrics(run.cfg, batches[0], run.ranks), runs)
     order = alone.order(9)
     assert [[group.question.id for group in batch.drawn] for batch in batches] == [order[:3] + order[6:], order[3:6]]
     assert [[group.question.id for group in batch.groups] for batch in batches] == [
@@ -193,6 +194,10 @@ def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> 
     assert runs[0].cursor.position == runs[1].cursor.position == alone.cursor.position == 9
     assert found[0] == found[1]
     assert found[0]["rollout/prompts_drawn"] == 9
+    assert (twice["rollout/resamples"], twice["rollout/prompts_drawn"]) == (2, 12)  # at the same time, and in all
+    seconds = [sum(rollout.seconds for rollout in batch.rollouts) for batch in batches]
+    tokens = sum(rollout.tokens for batch in batches for rollout in batch.rollouts)
+    assert found[0]["rollout/tokens_per_second"] == pytest.approx(tokens / max(seconds))
     assert found[0]["reward/mean"] == pytest.approx(completion_metrics(alone.cfg, expected, ALONE)["reward/mean"])
 
 
@@ -289,7 +294,7 @@ def test_the_measures_are_over_everything_that_was_drawn(setting) -> None:
 
 def test_what_fills_a_batch_and_what_nobody_solved_is_counted(setting) -> None:
     """All seven groups but one are flat, the fourth of them unsolved; the last two attempts ask two more each."""
-    run = setting(flat={0, 1, 3, 4, 5, 6}, **RESAMPLING)
+    run = setting(flat={0, 1, 3, 4, 5, 6}, algorithm__overlong_buffer_tokens=2, **RESAMPLING)
     batch = run.collect()
     batch.drawn[3].parts["answer"][:] = 0.0
     found = completion_metrics(run.cfg, batch, ALONE)
