@@ -321,7 +321,7 @@ def test_the_kernel_gap_is_what_the_sampler_says_beyond_its_own_weights(policy: 
     logps = of_tokens(distributions(policy, ROLLOUT, noisy, 0.8), ROLLOUT).tolist()
     sound = retold(ROLLOUT, lambda one: [logps.pop(0) for _ in one.ids])
     assert probe(policy, noisy, sound, 6, temperature=0.8)[1].max() < 1e-5
-    off = retold(sound, lambda one: [logprob + 0.1 * n for n, logprob in enumerate(one.logprobs)])
+    off = retold(sound, lambda one: [logprob + 0.1 * n * (-1) ** n for n, logprob in enumerate(one.logprobs)])
     expected = [0.1 * n for group in COMPLETIONS for row in group for n in range(len(row))]
     assert probe(policy, noisy, off, 6, temperature=0.8)[1].tolist() == pytest.approx(expected, abs=1e-5)
 
