@@ -78,14 +78,14 @@ def test_a_completion_is_scored_by_one_forward_on_policy(train, changes: dict[st
 def test_a_base_with_dropout_of_its_own_keeps_the_forward_without(train, tiny, build_policy) -> None:
     policy = build_policy(tiny())
     assert not policy.uses_dropout
-    policy.model.config.attention_dropout = 0.1
+    policy.model.config.resid_pdrop = 0.1  # by the name that GPT-2 gives it
     assert policy.uses_dropout
     assert train(policy).scored == 2 * 8
 
 
 def test_rates_betas_decay_and_clipping_are_those_asked_for(train) -> None:
-    """Four steps of two updates, half of them with a linear warm-up. Every value differs from TRL's default."""
-    optim = {"learning_rate": 0.01, "warmup_ratio": 0.5, "weight_decay": 0.2, "beta1": 0.7, "beta2": 0.95}
+    """Eight updates in four steps; 0.45 of them, 4 rounded up, with a linear warm-up. Every value differs from TRL's default."""
+    optim = {"learning_rate": 0.01, "warmup_ratio": 0.45, "weight_decay": 0.2, "beta1": 0.7, "beta2": 0.95}
     words = {f"optim__{name}": value for name, value in (optim | {"max_grad_norm": 1e-3}).items()}
     run = train(steps=4, algorithm__updates_per_rollout=2, rollout__prompts_per_step=4, **words)
     assert run.rates == pytest.approx([0, 0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01, 0.01])
