@@ -203,8 +203,10 @@ LONG = {"max_position_embeddings": 32768}
         (LONG, 32768),
         (LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
         (LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}, 32768),
-        (LONG | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}},
-         32768),
+        (
+            LONG | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}},
+            32768,
+        ),
         (LONG | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 65536),
         (LONG | {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096}}, 32768),
         (LONG | {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 32768),

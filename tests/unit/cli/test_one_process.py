@@ -128,5 +128,7 @@ def test_a_run_that_a_full_disk_ended_is_told_how_to_continue(tmp_path: Path) ->
 
 def test_a_process_that_was_started_with_others_than_the_run_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"^gpus=1 and this is one of 2 processes\. Type python -m qerl_lab resume=r1"):
+    with pytest.raises(
+        ConfigError, match=r"^gpus=1 and this is one of 2 processes\. Type python -m qerl_lab resume=r1"
+    ):
         ranks.join(RunConfig(run_dir="r1"), torch.device("cpu"))

@@ -84,7 +84,7 @@ def test_a_base_with_dropout_of_its_own_keeps_the_forward_without(train, tiny, b
 
 
 def test_rates_betas_decay_and_clipping_are_those_asked_for(train) -> None:
-    """Eight updates in four steps; 0.45 of them, 4 rounded up, with a linear warm-up. Every value differs from TRL's default."""
+    """Eight updates in four steps; 0.45 of them, 4 rounded up, warm up. Every value differs from TRL's default."""
     optim = {"learning_rate": 0.01, "warmup_ratio": 0.45, "weight_decay": 0.2, "beta1": 0.7, "beta2": 0.95}
     words = {f"optim__{name}": value for name, value in (optim | {"max_grad_norm": 1e-3}).items()}
     run = train(steps=4, algorithm__updates_per_rollout=2, rollout__prompts_per_step=4, **words)
