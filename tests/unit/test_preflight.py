@@ -264,10 +264,10 @@ def test_more_questions_than_there_are_is_noted() -> None:
     assert train.startswith("task.train_questions=5000: there are ")
     usual = plain(eval__questions=5000)
     assert preflight.check(usual, Path.cwd() / "run") != [heldout], "it is easier, and has fewer"
-    assert preflight.check(usual, Path.cwd() / "run") == preflight.question_counts.note_cut_questions(
+    assert preflight.check(usual, Path.cwd() / "run") == preflight.question_counts.check_counts(
         usual, len(tasks.load(usual.task).train), len(tasks.load(usual.task).heldout)
     )
-    assert preflight.question_counts.note_cut_questions(plain(task__train_questions=5), 5, 4) == []
+    assert preflight.question_counts.check_counts(plain(task__train_questions=5), 5, 4) == []
 
 
 ONLY_ARITHMETIC = "model=pocket was trained on task=arithmetic alone: expect no right answer to task=gsm8k"

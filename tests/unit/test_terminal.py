@@ -81,7 +81,7 @@ def test_a_run_says_how_far_it_is(clock: list[float], capsys: pytest.CaptureFixt
 
 
 def test_what_is_copied_is_counted_in_bytes(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.Amount("unpacking", 20 * 10**9) as bar:
+    with terminal.ProgressBar("unpacking", 20 * 10**9) as bar:
         clock[0] += 2
         bar.advance(5 * 10**9, "tokenizer.json")
     assert capsys.readouterr().err == "unpacking: 5.00GB/20.0GB, ETA 00:06, tokenizer.json\n"
@@ -91,7 +91,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Forty steps were done before: the first step of this session, each tenth of the run and the last are said."""
-    bar = terminal.Progress(105, 40)
+    bar = terminal.TrainingProgress(105, 40)
     for step in range(41, 106):
         clock[0] += 2
         bar.show(step, METRICS)
@@ -105,7 +105,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
 
 def test_the_bar_of_a_resumed_run_stands_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
-    with terminal.Progress(100, 40) as progress:
+    with terminal.TrainingProgress(100, 40) as progress:
         progress.show(42, METRICS)
         assert progress.bar is not None
         assert progress.bar.n == 42

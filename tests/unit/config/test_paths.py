@@ -85,7 +85,7 @@ def test_a_file_that_is_not_of_the_hash_in_the_configuration_is_refused(here: Pa
     cfg = with_absolute_paths(RunConfig(**{group: section}))
     assert with_absolute_paths(cfg) == cfg
     setattr(getattr(cfg, group), leaf, "0" * 12)
-    with pytest.raises(ConfigError, match=f"^{key}=0{{12}} is not that of {here}/{name}, which is .* Leave {key} out"):
+    with pytest.raises(ConfigError, match=f"^{key}=0{{12}} does not match {here}/{name}, which has .* Leave {key} out"):
         with_absolute_paths(cfg)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, REMOVED, leaves, settings_of_arm, settings_of_run
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, PREREGISTRATION, REMOVED, leaves, settings_of_arm, settings_of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
@@ -97,7 +97,7 @@ def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_d
     assert {name: known[name] for name in ADDED} == dict(ADDED)
 
     def age(values: dict[str, Any]) -> None:
-        without(values, *ADDED, *OF_SWEEPS, *REGISTERED, "model.hash", "tracking.wandb")
+        without(values, *ADDED, *OF_SWEEPS, *PREREGISTRATION, "model.hash", "tracking.wandb")
         values["task"]["code_io"]["tests"] = 8  # deleted since, as in REMOVED
         values["rollout"]["vllm"]["sleep"] = False  # likewise, and every run of that time has it
 

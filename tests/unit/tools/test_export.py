@@ -267,7 +267,7 @@ def test_a_base_that_was_replaced_does_not_go_out_with_the_adapter(
     cfg = with_absolute_paths(tiny(format__name="bf16", model__path=str(base)))
     finished(tmp_path / "run", cfg, build_policy)
     (base / "tokenizer.json").write_text((base / "tokenizer.json").read_text() + "\n")
-    with pytest.raises(ConfigError, match=r"and is now that of .*\. Put it back as it was, or start a new run\."):
+    with pytest.raises(ConfigError, match=r"and is now the model of .*\. Put it back as it was, or start a new run\."):
         exported(tmp_path / "out", tmp_path / "run", merged=True)
 
 

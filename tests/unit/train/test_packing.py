@@ -161,7 +161,12 @@ def capped():
 
 @pytest.mark.parametrize(
     ("make", "said"),
-    [(sliding, "a sliding window"), (mixed, "a sliding window"), (capped, "a cap"), (dropping, r"a dropout of 0\.1")],
+    [
+        (sliding, "a sliding window"),
+        (mixed, "a sliding window"),
+        (capped, "caps the logits"),
+        (dropping, r"a dropout of 0\.1"),
+    ],
 )
 def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, said: str, tiny) -> None:
     """The attention itself would refuse in the first step."""
