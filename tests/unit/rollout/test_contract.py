@@ -22,6 +22,7 @@ from qerl_lab.aqn import CLEAN, Noise, observed_std
 from qerl_lab.config.schema import ENGINES
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
+from qerl_lab.rollout.transformers import TransformersEngine
 from rollouts import distributions, gap, ids_of, of_tokens, rows, unequal_prompts
 
 NATS = {"transformers": 1e-4, "vllm": 1e-4, "vllm_server": 1e-4}  # how near the log-probs of an engine come to float64
@@ -106,9 +107,10 @@ def check_logprobs(built: Built) -> None:
 def check_draw(built: Built) -> None:
     """Tokens are drawn from the distribution told: their surprise is its entropy, within five standard errors.
 
-    Also if all tokens are about as probable, where a cut (transformers' top_k is 50) takes most of them away.
+    Of transformers also if all tokens are about as probable, where its default top_k=50 would take most of them away.
     """
-    for sampling in (*SAMPLINGS[1:3], Sampling(8, seed=5, temperature=50.0)):
+    hot = [Sampling(8, seed=5, temperature=50.0)] if isinstance(built.engine, TransformersEngine) else []
+    for sampling in (*SAMPLINGS[1:3], *hot):  # vLLM refuses temperatures above 2
         out = built.sample(sampling, group_size=8)
         logps_of_each = distributions(built.policy, out, temperature=sampling.temperature)
         logps = torch.cat(logps_of_each)
