@@ -3,7 +3,6 @@
 Held-out accuracy that was measured only before and after training is plotted as points with intervals.
 """
 
-import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -121,13 +120,17 @@ def draw(
 def _panels(arms: Sequence[str], styles: Mapping[str, Mapping[str, Any]], most: int) -> list[Sequence[str]]:
     """Distribute sorted arms over panels: all in one if they are at most `most`, else a panel per weight format.
 
-    Arms of one format have one color in `styles`. If a format has more arms than `most`, or if no two arms have the
-    same color, they go in pairs. One left over comes first: a pair from the end is usually one with and without noise.
+    If a format has more arms than `most`, or if no two arms have the same format, they go in pairs. One left over comes
+    first: a pair from the end is usually one with and without noise.
     """
     if len(arms) <= most:
         return [arms]
-    formats: list[Sequence[str]] = [[*group] for _, group in itertools.groupby(arms, lambda arm: styles[arm]["color"])]
-    if len(formats) == len(arms):
+    by_color: dict[str, list[str]] = {}  # arms of one format may be apart: labels begin with the key first by name
+    for arm in arms:
+        by_color.setdefault(styles[arm]["color"], []).append(arm)
+    formats: list[Sequence[str]] = [*by_color.values()]
+    are_formats = len(by_color.keys() & {*palette.FORMATS.values()}) > 1  # else the colors of one format's arms
+    if not are_formats or len(formats) == len(arms):
         formats = [arms]
     panels = list[Sequence[str]]()
     for group in formats:

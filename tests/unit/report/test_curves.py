@@ -146,6 +146,18 @@ def test_two_formats_share_a_panel_only_if_each_has_one_arm(baseline: str | None
     assert drawn == [[*first, *panel.split()] for panel in panels]
 
 
+@pytest.mark.parametrize(("arms", "panels"), [
+    # as `aqn=linear, format.name=bf16`, `aqn=linear, format.name=nvfp4`, `aqn=off, format.name=bf16` ... are sorted
+    ("bf16 nvfp4 bf16_1 nvfp4_1 bf16_2 nvfp4_2", ["bf16 bf16_1 bf16_2", "nvfp4 nvfp4_1 nvfp4_2"]),
+    # of one format, two of which share the color of their schedule
+    ("nvfp4 nvfp4_1 nvfp4_linear nvfp4_linear_1 nvfp4_2", ["nvfp4", "nvfp4_1 nvfp4_linear", "nvfp4_linear_1 nvfp4_2"]),
+])  # fmt: skip
+def test_panels_follow_the_formats_of_arms_not_their_places(arms: str, panels: list[str]) -> None:
+    figure = draw(points(arms.split(), seeds=1, steps=2), REWARD, curves.STEP, None)
+    drawn = [" ".join(line.get_label().partition(" ")[0] for line in means(axis)) for axis in figure.axes]
+    assert drawn == panels
+
+
 def test_no_two_arms_of_a_report_look_alike() -> None:
     looks = palette.styles({"bf16": "bf16"} | {f"nvfp4_{number}": "nvfp4" for number in range(36)})
     assert len({tuple(look.values()) for look in looks.values()}) == len(looks)
