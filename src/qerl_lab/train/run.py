@@ -163,7 +163,10 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     if question_counts.are_questions_here(cfg):  # then the command has printed them, before it started this process
         notes = []
     if cfg.task.module:
-        task.grade([""], task.train[:1])  # so that a mistake in the user's file is said before the model loads
+        try:  # so that a mistake in the user's file is said before the model loads
+            task.grade([""], task.train[:1])
+        except ConfigError as error:
+            raise ConfigError(f"{error} This was a trial with one empty text, before the model loads.") from error
     directory.refuse_other_device(device.type)
     try:
         policy = build_policy(cfg, device)

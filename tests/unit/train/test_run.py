@@ -93,13 +93,20 @@ def test_a_run_without_a_checkpoint_goes_on_with_its_questions_on_its_device_or_
         run_module.build_session(cfg, directory, Stop())
 
 
-def test_a_mistake_in_a_grader_is_said_before_the_model_loads(tiny, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("returned", "wrong"), [
+    ("{'answer': [1.0 for _ in texts]}", "must return a dict of scores"),
+    ("{'answer': [len(text) / max(map(len, texts)) for text in texts]}", "raised ZeroDivisionError: division by zero"),
+])  # fmt: skip
+def test_a_mistake_in_a_grader_is_said_before_the_model_loads(
+    tiny, tmp_path: Path, monkeypatch, returned: str, wrong: str
+) -> None:
     monkeypatch.setattr(run_module, "build_policy", lambda *_: pytest.fail("loaded the model"))
-    module = tmp_path / "one_key.py"
-    module.write_text("def grade(texts, questions): return {'answer': [1.0 for _ in texts]}")
+    module = tmp_path / "grader.py"
+    module.write_text(f"def grade(texts, questions): return {returned}")
     cfg = tiny(task__module=str(module))
     directory = claimed(tmp_path / "run", cfg)
-    with pytest.raises(ConfigError, match=r"one_key.py: grade\(texts, questions\) must return a dict of scores"):
+    said = rf"grader.py: grade\(texts, questions\) {wrong}.* a trial with one empty text"
+    with pytest.raises(ConfigError, match=said):
         run_module.build_session(cfg, directory, Stop())
 
 
