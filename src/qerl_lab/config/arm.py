@@ -30,6 +30,7 @@ ADDED: Mapping[str, Any] = {
     "task.gsm8k.max_steps": None,
     "task.format_reward_for": "any",
     "rollout.vllm.dense_rows": None,
+    "rollout.vllm.dense_dtype": "auto",
     "rollout.vllm.share_base": False,
     "format.activations": "auto",
     "rollout.vllm_server.overlap": False,
@@ -41,7 +42,8 @@ REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tes
 ENGINE_KEYS = {
     "rollout.vllm.": ("vllm", "vllm_server"),
     "rollout.vllm_server.": ("vllm_server",),
-    **{f"rollout.vllm.{key}": ("vllm",) for key in ("lora", "share_base", "dense_rows")},  # not by a server
+    # Not by a server.
+    **{f"rollout.vllm.{key}": ("vllm",) for key in ("lora", "share_base", "dense_rows", "dense_dtype")},
 }
 
 

@@ -18,6 +18,7 @@ READINGS = ("released", "equation", "algorithm")
 EXPONENT_RULES = ("round", "floor", "ceil")
 SCALE_RULES = ("max", "four_over_six")
 ACTIVATIONS = ("auto", "fp8")
+DENSE_DTYPES = ("auto", "fp8")
 ENGINES = ("transformers", "vllm", "vllm_server")
 SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic", "adaptive")
 CORRECTIONS = ("off", "in_ratio", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -248,9 +249,14 @@ class VllmConfig:
         choices=("auto", "vllm", "marlin", "humming", "fp4_tiles"),
     )  # fmt: skip
     dense_rows: int | None = option(
-        None, "NVFP4 with lora=dense: from this many completions at once use cuBLAS on a 16-bit copy of the weights; "
-        "null: no copy. At batch 256 of 7B it gave 5% more tokens/s with humming",
+        None, "NVFP4 with lora=dense: from this many completions at once multiply with an unpacked copy of the "
+        "weights, in dense_dtype; null: no copy",
         at_least=1, at_most=1_000_000,
+    )  # fmt: skip
+    dense_dtype: str = option(
+        "auto", "dtype of the copy for dense_rows; auto: the compute dtype; fp8: half the memory, and the layers' "
+        "inputs are rounded to FP8 too, by token",
+        choices=DENSE_DTYPES,
     )  # fmt: skip
     share_base: bool = option(
         False,

@@ -195,7 +195,7 @@ def test_keys_of_vllm_in_this_process_make_no_arm_of_a_server():
     assert hash_of(*here, "rollout.vllm.dense_rows=64") != hash_of(*here)
     cfg = make_plan(served, multirun=False).jobs[0].config
     before = config_hash(cfg)
-    cfg.rollout.vllm.dense_rows, cfg.rollout.vllm.share_base = 64, True
+    cfg.rollout.vllm.dense_rows, cfg.rollout.vllm.dense_dtype, cfg.rollout.vllm.share_base = 64, "fp8", True
     assert config_hash(cfg) == before
     server = cfg.rollout.vllm_server
     server.url, server.adapter_dir, server.patience_seconds, server.tensor_parallel = "http://a", "/a", 9.0, 2

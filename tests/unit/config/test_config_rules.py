@@ -99,6 +99,7 @@ def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, giv
 
 SHARED = {"format__name": "nvfp4", "rollout__vllm__share_base": True}
 DENSE_ROWS = {"format__name": "nvfp4", "rollout__vllm__dense_rows": 64}
+DENSE_FP8 = DENSE_ROWS | {"rollout__vllm__dense_dtype": "fp8"}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,8 @@ DENSE_ROWS = {"format__name": "nvfp4", "rollout__vllm__dense_rows": 64}
         (TILES | {"rollout__vllm__lora": "request"}, "rollout.vllm.linear_backend", "rollout.vllm.lora"),
         (DENSE_ROWS | {"format__name": "bf16"}, "rollout.vllm.dense_rows", "format.name"),
         (DENSE_ROWS | {"rollout__vllm__lora": "request"}, "rollout.vllm.dense_rows", "rollout.vllm.lora"),
+        (DENSE_FP8 | {"rollout__vllm__dense_rows": None}, "rollout.vllm.dense_dtype", "rollout.vllm.dense_rows"),
+        (DENSE_FP8 | {"model__dtype": "float32"}, "rollout.vllm.dense_dtype", "model.dtype"),
         (SHARED | {"format__name": "bf16"}, "rollout.vllm.share_base", "format.name"),
         (
             SHARED | {"rollout__vllm__linear_backend": "humming"},

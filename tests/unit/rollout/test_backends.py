@@ -1,6 +1,7 @@
 """The choice of the kernel for packed products."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,15 +103,18 @@ def test_a_humming_with_races_is_warned_of(
         assert ("warning: the installed Humming has races" in capsys.readouterr().out) == races
 
 
-def test_fp8_activations_are_refused_where_vllm_would_leave_them_in_16_bits(
-    tiny, policy: Policy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("weight_format", "changes", "key"), [
+    ("fp8", {"format__activations": "fp8"}, r"format\.activations"),
+    ("nvfp4", {"rollout__vllm__dense_rows": 8, "rollout__vllm__dense_dtype": "fp8"}, r"rollout\.vllm\.dense_dtype"),
+])  # fmt: skip
+def test_products_in_fp8_are_refused_on_a_gpu_without_them(
+    tiny, policy: Policy, monkeypatch: pytest.MonkeyPatch, weight_format: str, changes: dict[str, Any], key: str
 ) -> None:
     machine(monkeypatch, AMPERE)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an A100")
-    cfg = tiny(format__name="fp8", format__activations="fp8", rollout__engine="vllm", device="cuda")
-    with pytest.raises(
-        ConfigError, match=r"activations=fp8 is not possible on an A100; .* Type format\.activations=auto"
-    ):
+    cfg = tiny(format__name=weight_format, rollout__engine="vllm", rollout__vllm__linear_backend="vllm", device="cuda",
+               **changes)  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"^{key}=fp8 is not possible on an A100; .* Type {key}=auto"):
         backends.choose_backend(cfg, policy.model)
     machine(monkeypatch, HOPPER)
     assert backends.choose_backend(cfg, policy.model) == "vllm"

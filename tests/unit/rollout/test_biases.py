@@ -3,14 +3,16 @@
 Where vLLM is not installed a few names play it.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from packed_layers import NVFP4
+from packed_layers import FP8, NVFP4
 from played_modules import imported_over
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import tiles
@@ -98,6 +100,43 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
         assert torch.equal(method.routed(layer, x, bias), own(x))
     x = torch.randn(3, K)
     assert torch.equal(method.routed(layer, x, None), x @ torch.full((N, K), 7.0).t())
+
+
+def test_the_copy_in_fp8_multiplies_rows_that_are_rounded_to_fp8(
+    one_adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against both roundings written out in float64; vLLM's two kernels are played."""
+    kernels = SimpleNamespace(
+        scaled_fp8_quant=lambda x, use_per_token_if_dynamic: FP8.quantize(x).values(),
+        cutlass_scaled_mm=lambda x, W, of_rows, of_columns, dtype, bias: (
+            (x.double() * of_rows.double()) @ (W.double() * of_columns.double().t()) + bias.double()
+        ).to(dtype),
+    )
+    monkeypatch.setattr(sys.modules["vllm"], "_custom_ops", kernels, raising=False)
+    torch.manual_seed(0)
+    packed, bias = NVFP4.quantize(torch.randn(N, K)), torch.randn(N, dtype=torch.bfloat16)
+    layer = nn.Module()
+    layer.bias = nn.Parameter(bias.clone(), requires_grad=False)
+    layer.adapter_A = torch.randn(RANK, K, dtype=torch.bfloat16)
+    layer.adapter_B = torch.randn(N, RANK, dtype=torch.bfloat16)
+    for name, tensor in packed.items():
+        layer.register_buffer(name, tensor)
+    routes = one_adapter.Routes(dense_rows=4, dense_dtype="fp8")
+    kernel = Kernel(torch.full((N, K), 7.0, dtype=torch.bfloat16))
+    method = one_adapter.OneAdapterMethod(kernel, RANK, ["a.up_proj"], [True], routes)
+    method.sizes = [N]
+    method.process_weights_after_loading(layer)
+    assert layer.fp8_copy.nbytes == N * K, "half of 16 bits"
+    weight = NVFP4.dequantize(packed, (N, K), torch.float32)
+    x = torch.randn(4, K, dtype=torch.bfloat16)
+    y = method.routed(layer, x, layer.bias).double()
+    adapter = x.double() @ layer.adapter_A.double().t() @ layer.adapter_B.double().t()
+    exact = x.double() @ weight.double().t()
+    rounded = [FP8.dequantize(FP8.quantize(of), of.shape, torch.float32).double() for of in (x.float(), weight)]
+    torch.testing.assert_close(y, rounded[0] @ rounded[1].t() + adapter + bias.double(), rtol=0.01, atol=0.1)
+    assert 0.01 < (y - adapter - bias.double() - exact).norm() / exact.norm() < 0.06
+    few = method.routed(layer, x[:3], None)
+    assert torch.equal(few, (x[:3] @ kernel.dense.t()).addmm(x[:3] @ layer.adapter_A.t(), layer.adapter_B.t()))
 
 
 @pytest.fixture

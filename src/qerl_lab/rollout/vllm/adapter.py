@@ -36,7 +36,8 @@ class DenseAdapter:
 
         `folder` is the model's directory, `backend` the kernel from `backends.choose_backend`.
         """
-        routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
+        vllm_cfg = self.cfg.rollout.vllm
+        routes = one_adapter.Routes(backend == FP4_TILES, vllm_cfg.dense_rows, vllm_cfg.dense_dtype)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def attach(self, vllm_model: nn.Module) -> None:

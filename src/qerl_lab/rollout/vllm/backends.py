@@ -34,14 +34,18 @@ def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
     for a shared base, which needs Marlin's layout, and for W8A16, where vLLM would choose Humming. Prints why an NVFP4
     model does not get `fp4_tiles`, and a warning if the installed Humming has a data race.
 
-    Raises ConfigError for FP8 activations on a GPU that cannot multiply FP8; vLLM would leave them in 16 bits there.
+    Raises ConfigError for products in FP8 on a GPU that cannot compute them; vLLM would leave activations in 16 bits.
     """
     vllm_cfg, weight_format = cfg.rollout.vllm, formats.build(cfg.format)
-    if weight_format == W8A8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < MULTIPLIES_FP8:
-        raise ConfigError(
-            f"format.activations=fp8 is not possible on {torch.cuda.get_device_name()}; allowed: GPUs of compute "
-            "capability 8.9 (Ada) and higher. Type format.activations=auto."
-        )
+    products_in_fp8 = {
+        "format.activations": weight_format == W8A8, "rollout.vllm.dense_dtype": vllm_cfg.dense_dtype == "fp8"
+    }  # fmt: skip
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < MULTIPLIES_FP8:
+        for key in [key for key, is_asked in products_in_fp8.items() if is_asked]:
+            raise ConfigError(
+                f"{key}=fp8 is not possible on {torch.cuda.get_device_name()}; allowed: GPUs of compute capability 8.9 "
+                f"(Ada) and higher. Type {key}=auto."
+            )
     backend = vllm_cfg.linear_backend
     may_be_humming = backend == "humming" or (backend == "vllm" and weight_format == W8A16)
     if may_be_humming and torch.cuda.is_available() and humming_races():

@@ -13,8 +13,9 @@ On a GPU a layer is one operation opaque to torch.compile, so that the route can
 - With vLLM's kernels a call with many rows unpacks the policy's packed layers (`use_packed_layers`) and uses cuBLAS,
   too. With FP8 activations vLLM's kernel computes the weight's product in every call. It quantizes the activations,
   while the adapter's product takes them unquantized.
-- With `dense_rows` the layer also holds the NVFP4 weights unpacked, stacked above A. A call with at least that many
-  rows, also in decoding, uses cuBLAS for weight and A in one product.
+- With `dense_rows` the layer also holds the NVFP4 weights unpacked. A call with at least that many rows, also in
+  decoding, multiplies with this copy: by cuBLAS, with A stacked below the copy so that one product computes both, or in
+  FP8 (`dense_dtype`), half as large, with inputs rounded to FP8 for the weight's product.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,12 +39,20 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.formats.fp8 import W8A8
 from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
 from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.vllm import fp4_tiles
-from qerl_lab.rollout.vllm.product import TILES_ROWS, UNPACK_ROWS, add_adapter, stacked_product, unpacked_product
+from qerl_lab.rollout.vllm.product import (
+    TILES_ROWS,
+    UNPACK_ROWS,
+    add_adapter,
+    fp8_product,
+    stacked_product,
+    unpacked_product,
+)
 
 Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r]
 
@@ -59,12 +68,13 @@ class Routes:
 
     Attributes:
         fp4_tiles: use the kernel `fp4_tiles`.
-        dense_rows: use cuBLAS on an unpacked copy of the weight in calls with at least this many rows (tokens). None:
-            never.
+        dense_rows: use an unpacked copy of the weight in calls with at least this many rows (tokens). None: never.
+        dense_dtype: dtype of this copy, "auto" for the model's dtype, or "fp8", which also rounds the inputs to FP8.
     """
 
     fp4_tiles: bool = False
     dense_rows: int | None = None
+    dense_dtype: str = "auto"
 
 
 def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: Routes = Routes()) -> dict[str, Any]:
@@ -275,16 +285,26 @@ class OneAdapterMethod(LinearMethodBase):
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
 
     def _keep_dense(self, layer: LinearBase) -> None:
-        """Give the layer a buffer `stacked` [N + P * r, K]: the unpacked weight [N, K] and below it A [P * r, K].
+        """Give the layer an unpacked copy of its weight [N, K], in the model's dtype or in FP8.
 
-        P is the number of fused parts, r the rank. `adapter_A` becomes a view of this buffer. Unpacking leaves out one
-        factor of the weight, which `self.alpha` stores: the weight is `self.alpha * stacked[:N]`.
+        In the model's dtype the copy is the buffer `stacked` [N + P * r, K]: the weight, and below it A [P * r, K], of
+        which `adapter_A` becomes a view. P is the number of fused parts, r the rank. Unpacking leaves out one factor of
+        the weight, which `self.alpha` stores: the weight is `self.alpha * stacked[:N]`.
+
+        In FP8 the copy is the buffer `fp8_copy` [N, K], and `fp8_scale` float32 [N, 1] has a scale for each row: the
+        weight is about `fp8_scale * fp8_copy`.
         """
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
         A, N = layer.adapter_A, sum(self.sizes)
         decoder = Nvfp4(None).decoder(stored, (N, A.shape[1]))
-        stacked = torch.cat([decoder.unpack(A.dtype), A])
+        dense = decoder.unpack(A.dtype)
+        if self.routes.dense_dtype == "fp8":
+            copy = W8A8.quantize(dense, name=self.parts[0])
+            layer.register_buffer("fp8_copy", copy["weight"], persistent=False)
+            layer.register_buffer("fp8_scale", copy["weight_scale"].float() * decoder.alpha, persistent=False)
+            return
+        stacked = torch.cat([dense, A])
         layer.register_buffer("stacked", stacked, persistent=False)
         del layer.adapter_A  # A is now a view of `stacked`, not a second buffer
         layer.adapter_A, self.alpha = stacked[N:], decoder.alpha
@@ -304,6 +324,8 @@ class OneAdapterMethod(LinearMethodBase):
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias
         if dense_rows and rows >= dense_rows:
+            if self.routes.dense_dtype == "fp8":
+                return fp8_product(x, layer.fp8_copy, layer.fp8_scale, A, B, self.sizes, plain)
             return stacked_product(x, layer.stacked, self.alpha, B, self.sizes, plain)
         if self.routes.fp4_tiles and rows > TILES_ROWS:
             return unpacked_product(x, self.decoders, A, B, self.sizes, plain)

@@ -1,4 +1,4 @@
-"""Products of a layer with its adapter, as operations opaque to torch.compile. Imports no vLLM."""
+"""Products of a layer with its adapter. Imports vLLM only where a product calls its kernels."""
 
 from collections.abc import Sequence
 
@@ -88,6 +88,29 @@ def stacked_product(
     out = x.new_empty(len(x), len(B))
     adapter_kernels.expand(y, t[None], B, sizes, alpha, bias, out)
     return out
+
+
+def fp8_product(
+    x: Tensor, W: Tensor, scale: Tensor, A: Tensor, B: Tensor, sizes: list[int], bias: Tensor | None = None
+) -> Tensor:
+    """Return x (scale * W)^T + bias plus the adapter's product, y `[M, N]`, by vLLM's kernels for FP8.
+
+    The weight's product takes each row of x rounded to FP8 (E4M3) with a scale of its own. The adapter's product takes
+    x as it is.
+
+    Args:
+        x: bfloat16 or float16 `[M, K]`.
+        W: float8_e4m3fn `[N, K]`.
+        scale: float32 `[N, 1]`.
+        A, B, sizes: as in `add_adapter`.
+        bias: `[N]`.
+    """
+    from vllm import _custom_ops as ops
+
+    rounded, scale_of_rows = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    y = ops.cutlass_scaled_mm(rounded, W.t(), scale_of_rows, scale, x.dtype, bias)
+    add_adapter(y, x, A, B, sizes)
+    return y
 
 
 def unpacked_product(

@@ -210,7 +210,8 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, adapter_ar
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if vllm_cfg.dense_rows:
         packed = packed_layers(policy.base).values()
-        weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
+        itemsize = 1 if vllm_cfg.dense_dtype == "fp8" else dtype.itemsize
+        weights += sum(layer.out_features * layer.in_features for layer in packed) * itemsize
     if policy.trains_all:  # the trainer's gradients and moments come later, and need room beside the cache
         trained = sum(weight.numel() for weight in policy.model.parameters() if weight.requires_grad)
         weights += trained * (4 + cfg.optim.moment_bytes)
