@@ -44,3 +44,23 @@ def test_what_is_left_out_of_the_questions_is_said_once(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     notes = [line for line in ran.stdout.splitlines() if "rows are bad" in line or "eval.questions=" in line]
     assert len(notes) == len(set(notes)) == 2, notes
+
+
+def test_a_grader_that_fails_in_training_fails_the_run_and_its_traceback_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "calls = []\n"
+        "def grade(texts, questions):\n"
+        "    calls.append(1)\n"
+        "    return {'format': [1.0] * len(texts), 'answer': {1: [1.0], 2: [0.5] * len(texts)}[len(calls)]}\n"
+    )
+    words = [
+        "task.module=mine.py", "steps=2", "rollout.prompts_per_step=2", "rollout.group_size=2", "eval.questions=0",
+        "algorithm.dynamic_sampling=false", "tracking=none", "device=cpu", "run_dir=run",
+    ]  # fmt: skip
+    ran = run_module("qerl_lab", *words, cwd=tmp_path)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert 'mine.py", line 4, in grade' in ran.stderr
+    said = (
+        "failed: GraderFailed: task.module=.*mine.py: grade.* raised KeyError: 3 .line 4.\\.\nrun/FAILED has the trace"
+    )
+    assert re.search(said, ran.stderr)

@@ -18,6 +18,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.partial import Unfinished
 from qerl_lab.system.disk import make_directory, make_readable, replace_file, strict_json
+from qerl_lab.tasks.module_file import GraderFailed
 from qerl_lab.train.__main__ import needs_no_traceback
 
 
@@ -95,6 +96,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(
         (OSError(errno.ENOSPC, "No space left on device", "a"), True),
         (OSError(errno.EIO, "Input/output error", "a"), False),
         (ConfigError("a"), True),
+        (GraderFailed("a"), False),
         (KeyError("a"), False),
     ],
 )

@@ -24,6 +24,10 @@ NAMES = ("train", "heldout", "grade", "weights", "worked")
 PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
 
 
+class GraderFailed(ConfigError):
+    """The user's function `grade` raised an error. The exception's cause has its traceback."""
+
+
 def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
@@ -128,7 +132,7 @@ def _checked_grade(
 
     The wrapper raises ConfigError unless the result has, for each part of the reward, one score from 0 to 1 per text.
     The parts "format" and "answer" are required, with `are_required` those in `weighted` too. A part that is in neither
-    PARTS nor `weighted` is an error. If `function` raises, the wrapper raises ConfigError too.
+    PARTS nor `weighted` is an error. If `function` raises, the wrapper raises GraderFailed.
     """
 
     assert cfg.module is not None
@@ -141,7 +145,7 @@ def _checked_grade(
         try:
             given = function(texts, questions)
         except Exception as error:  # the user's code can raise anything
-            raise ConfigError(f"{said} raised {_describe_error(error, module)}.") from error
+            raise GraderFailed(f"{said} raised {_describe_error(error, module)}.") from error
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
             keys = f"the keys {', '.join(map(str, given)) or 'none'}" if isinstance(given, dict) else f"{given!r:.80}"
             raise ConfigError(

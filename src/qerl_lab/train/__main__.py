@@ -24,12 +24,14 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import FAILURE, FULL, USAGE
 from qerl_lab.system.processes import refuse_several_processes
+from qerl_lab.tasks.module_file import GraderFailed
 from qerl_lab.train.stop import Diverged, Stop
 
 
 def main(directory: RunDirectory, parent: int) -> int:
     """Train the run in `directory`; return the exit status: 0 done, 130 interrupted, 2 for a ConfigError, else 1.
 
+    GraderFailed has status 1 although it is a ConfigError, because the run has begun by then and is not refused.
     Writes FAILED on an error. `parent` is the id of the process that started this one: the run stops when it dies.
     """
     stop = Stop.on_signals(parent)
@@ -57,7 +59,7 @@ def main(directory: RunDirectory, parent: int) -> int:
             directory.fail(f"{type(error).__name__}: {redact(str(error))}\n\n{trace}")
         if not needs_no_traceback(error):
             print(trace, end="", file=sys.stderr)
-        return USAGE if isinstance(error, ConfigError) else FAILURE
+        return USAGE if isinstance(error, ConfigError) and not isinstance(error, GraderFailed) else FAILURE
 
 
 def check_vllm_imports() -> None:
@@ -83,6 +85,8 @@ def needs_no_traceback(error: Exception) -> bool:
     """Return whether an error's message says enough, so that `main` does not print its traceback."""
     if isinstance(error, OSError):
         return error.errno in FULL
+    if isinstance(error, GraderFailed):  # the error may be deep in what the user's file imports
+        return False
     return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its file imports torch
 
 
