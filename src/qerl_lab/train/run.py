@@ -162,7 +162,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     notes = [*task.warnings, *question_counts.check_counts(cfg, len(task.train), len(task.heldout))]
     if question_counts.are_questions_here(cfg):  # then the command has printed them, before it started this process
         notes = []
-    if cfg.task.module:
+    if cfg.task.module and not saved:  # a run with a checkpoint has graded already, perhaps never an empty text
         try:  # so that a mistake in the user's file is said before the model loads
             task.grade([""], task.train[:1])
         except ConfigError as error:

@@ -12,6 +12,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
+from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
@@ -107,6 +108,21 @@ def test_a_mistake_in_a_grader_is_said_before_the_model_loads(
     directory = claimed(tmp_path / "run", cfg)
     said = rf"grader.py: grade\(texts, questions\) {wrong}.* a trial with one empty text"
     with pytest.raises(ConfigError, match=said):
+        run_module.build_session(cfg, directory, Stop())
+
+
+def test_a_run_with_a_checkpoint_goes_on_with_a_grader_that_no_empty_text_fits(
+    tiny, tmp_path: Path, monkeypatch
+) -> None:
+    """Its file may not change any more, and it may never have met an empty text."""
+    module = tmp_path / "grader.py"
+    module.write_text("def grade(texts, questions): return {'answer': [1 / len(text) for text in texts]}")
+    cfg = tiny(task__module=str(module))
+    directory = claimed(tmp_path / "run", cfg)
+    saved = checkpoint.Saved(directory.checkpoints / "checkpoint-1", step=1, prompts_seen=4, config={})
+    monkeypatch.setattr(directory, "starting_point", lambda _: saved)
+    monkeypatch.setattr(run_module, "build_policy", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    with pytest.raises(InterruptedError):
         run_module.build_session(cfg, directory, Stop())
 
 
