@@ -198,12 +198,8 @@ def run(options: RunOptions) -> None:
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
-    if to_make and not any(RunDirectory(machine.run_folder(planned)).is_claimed for planned in to_make):
-        needed, given = queue.estimate_seconds(to_make[0]), options.lease or options.minutes
-        print(
-            f"{with_noun(len(to_make), 'run')} left, none started: the next needs "
-            f"{max(needed, START_SECONDS) / 60:.1f} minutes, and {'lease' if options.lease else 'minutes'}={given:g}"
-        )
+    if to_make and not machine.started.is_set():
+        print(f"{with_noun(len(to_make), 'run')} left, none started: {machine.lacking_time(to_make[0])}")
         return
     print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
 
@@ -212,7 +208,8 @@ def run(options: RunOptions) -> None:
 class Machine:
     """Trains and evaluates runs on this machine. `began` is the start of the command, by the monotonic clock.
 
-    Once `stopped` is set, nothing starts, and what is running is stopped.
+    Once `stopped` is set, nothing starts, and what is running is stopped. `started` is set once there was time for a
+    run, whatever became of it.
     """
 
     queue: Queue
@@ -220,11 +217,22 @@ class Machine:
     gpus: GpuPool
     began: float
     stopped: threading.Event = field(default_factory=threading.Event)
+    started: threading.Event = field(default_factory=threading.Event)
 
     @property
     def until(self) -> float:
         """Return when this command must end, in seconds of `time.monotonic`: at once after `stopped`."""
         return self.began + 60 * (0 if self.stopped.is_set() else self.options.minutes)
+
+    def lacking_time(self, planned: Planned) -> str:
+        """Say which of lease and minutes is too short to start a run or to go on with it, and how long it must be."""
+        is_new, lease = not RunDirectory(self.run_folder(planned)).is_claimed, self.options.lease
+        needed, key, given = START_SECONDS, "minutes", self.options.minutes
+        if is_new and lease is None:
+            needed = max(needed, self.queue.estimate_seconds(planned))
+        elif lease is not None and 60 * given > START_SECONDS:
+            needed, key, given = self.queue.estimate_seconds(planned), "lease", lease
+        return f"the next needs {needed / 60:.1f} minutes, and {key}={given:g}"
 
     def run_folder(self, planned: Planned) -> Path:
         """Return the directory of a run on this machine."""
@@ -263,6 +271,7 @@ class Machine:
         fits = now + self.queue.estimate_seconds(planned) < self.began + 60 * minutes
         if now > self.until - START_SECONDS or not (fits or run.is_claimed):
             return False
+        self.started.set()
         start = time.time()
         code: int | None = OK
         if run.status != DONE:

@@ -190,6 +190,35 @@ def test_too_few_minutes_for_any_run_are_said(lab: Lab, capsys: pytest.CaptureFi
     assert said == "1 run left, none started: the next needs 1.0 minutes, and minutes=0.5"
 
 
+@pytest.mark.parametrize(("options", "said"), [
+    ({"minutes": 0.5}, "7.0 minutes, and minutes=0.5"),
+    ({"minutes": 0.5, "lease": 100.0}, "1.0 minutes, and minutes=0.5"),
+    ({"minutes": 5.0, "lease": 6.0}, "7.0 minutes, and lease=6"),
+])  # fmt: skip
+def test_the_time_that_is_too_short_is_named(lab: Lab, capsys, options: dict[str, float], said: str) -> None:
+    queue = lab.folder / "queue.yaml"
+    queue.write_text(queue.read_text().replace("seconds: 1", "seconds: 420"))
+    lab.run("first", **options)
+    assert lab.calls.made == []
+    assert capsys.readouterr().out.splitlines()[-1] == f"1 run left, none started: the next needs {said}"
+
+
+def test_a_run_that_may_go_on_needs_only_the_time_of_a_start(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    queue = lab.folder / "queue.yaml"
+    queue.write_text(queue.read_text().replace("seconds: 1", "seconds: 420"))
+    lab.calls.endings = ["stopped"]
+    lab.run("first")
+    lab.run("second", minutes=0.5)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "1 run left, none started: the next needs 1.0 minutes, and minutes=0.5"
+
+
+def test_a_command_that_crashed_before_its_run_began_is_not_said_to_lack_time(lab: Lab, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(Machine, "_call", lambda *_: 1)
+    lab.run("first")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 1 runs ended;")
+
+
 @pytest.mark.parametrize(("jobs", "part"), [(1, []), (2, ["jobs_per_gpu=2"])])
 def test_a_run_beside_others_takes_its_part_of_the_gpu(lab: Lab, jobs: int, part: list[str]) -> None:
     lab.calls.endings = [FAILED, FAILED]
