@@ -67,8 +67,6 @@ def run(options: AccuracyOptions) -> None:
         return print_results(out, "was evaluated before")
     if out.exists() and not options.overwrite:
         raise ConfigError(f"out={out} holds something else. Type another out, or overwrite=true to replace it.")
-    if not gpu_memory.is_shared(policy.device_of(chosen.cfg.device)):
-        chosen.cfg.jobs_per_gpu = 1  # the jobs that shared the GPU with the run have ended
     too_long, seconds = dict[str, int](), 0.0
     with Unfinished(out, identity, options.overwrite) as unfinished:
         # A dense base is asked once: its own engine is the common one.
@@ -118,6 +116,8 @@ def ask_engine(
     with ExitStack() as loaded:
         evaluated = chosen if engine == OWN else loaded.enter_context(subject.dequantized_subject(chosen))
         learner = subject.load_policy(evaluated)
+        if not gpu_memory.is_shared(learner.device):  # asked only now: another evaluation may load at the same time
+            evaluated.cfg.jobs_per_gpu = 1  # the jobs that shared the GPU with the run have ended
         sampler = loaded.enter_context(closing(rollout.build(evaluated.cfg, learner)))
         started = time.time()
         too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, learner, sampler, unfinished)

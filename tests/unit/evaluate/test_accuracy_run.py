@@ -84,19 +84,26 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
 
 @pytest.mark.parametrize(("held_by_others", "jobs"), [(0.5, 1), (3.0, 4)])  # GiB, with the context of this process
 def test_a_run_that_shared_its_gpu_is_evaluated_with_all_of_it_if_no_other_process_is_there(
-    held_by_others: float, jobs: int, tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    held_by_others: float, jobs: int, tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    """Of two evaluations that start at once each sees the other, because they look after their models are loaded."""
+    asked, others = [], [0.0]
     sharing = subject.Subject("a run", tiny(device="cuda", jobs_per_gpu=4))
-    monkeypatch.setattr(subject, "resolve_subject", lambda _: sharing)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int((76 - held_by_others) * GIB), 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int((76 - others[-1]) * GIB), 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4 * GIB)
-    monkeypatch.setattr(policy, "device_of", torch.device)
-    monkeypatch.setattr(policy, "compute_dtype", lambda *_: torch.bfloat16)
-    monkeypatch.setattr(accuracy_run, "ask_engine", lambda chosen, *_: asked.append(chosen.cfg.jobs_per_gpu) or ({}, 0))
-    monkeypatch.setattr(accuracy_run, "write_results", lambda *_: None)
-    monkeypatch.setattr(accuracy_run, "print_results", lambda *_: None)
-    accuracy_run.run(AccuracyOptions(run="run", out=str(tmp_path / "out")))
+
+    def load_policy(_: subject.Subject) -> SimpleNamespace:
+        others.append(held_by_others)
+        return SimpleNamespace(device=torch.device("cuda"))
+
+    def build(cfg: RunConfig, _: SimpleNamespace) -> SimpleNamespace:
+        asked.append(cfg.jobs_per_gpu)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(subject, "load_policy", load_policy)
+    monkeypatch.setattr(rollout, "build", build)
+    monkeypatch.setattr(accuracy_run, "answer_missing_parts", lambda *_: {})
+    accuracy_run.ask_engine(sharing, [], {}, "own", None)
     assert asked == [jobs]
 
 
