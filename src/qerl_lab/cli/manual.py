@@ -75,8 +75,12 @@ def help_text(config_dir: Path | None = None) -> str:
 
 
 def describe_option(path: Path) -> str:
-    """Return the description of an option's YAML file: its first comment that is no instruction to Hydra, or ""."""
-    comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    """Return the description of an option's YAML file: its first comment that is no instruction to Hydra, or "".
+
+    Shows bytes that are not UTF-8 as replacement characters, so that one damaged file hides no other option.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    comments = (line[1:].strip() for line in lines if line.startswith("#"))
     return next((line for line in comments if not line.startswith("@")), "")
 
 
@@ -86,7 +90,8 @@ def _format_options(group: str, config_dir: Path | None, default: str | None = N
     The options are the lab's and those in `config_dir`; of two with one name Hydra takes the lab's, and so does this.
     """
     folders = [config_dir / group] if config_dir else []
-    files = {path.stem: path for folder in [*folders, group_folder(group)] for path in folder.glob("*.yaml")}
+    found = [path for folder in [*folders, group_folder(group)] for path in folder.glob("*.yaml")]
+    files = {path.stem: path for path in found if path.is_file()}  # neither a folder nor a link to nothing
     width, lines = max(map(len, files)) + 4, list[str]()
     for name in sorted(sorted(files), key=by_numbers):
         lines += format_entry(name + ("*" if name == default else ""), describe_option(files[name]), width)

@@ -56,6 +56,17 @@ def test_help_lists_the_options_of_a_folder_in_their_groups(capsys, tmp_path):
     assert "loud" not in help_text()
 
 
+def test_help_lists_the_options_of_a_folder_beside_damaged_files(capsys, tmp_path):
+    folder = tmp_path / "own" / "experiment"
+    (folder / "dir.yaml").mkdir(parents=True)
+    (folder / "gone.yaml").symlink_to("nowhere")
+    (folder / "latin.yaml").write_bytes("# größer\n".encode("latin-1"))
+    (folder / "mine.yaml").write_text("\n".join(OWN))
+    found = [line.split()[0] for line in printed("--config-dir own", capsys).splitlines() if line.startswith("  ")]
+    assert {"latin", "mine"} <= set(found)
+    assert not {"dir", "gone"} & set(found)
+
+
 def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_its_help():
     text, words = help_text(), " ".join(help_text().split())
     for path in [*package_data("conf").glob("*/*.yaml"), *package_data("sweeps").glob("*.yaml")]:
