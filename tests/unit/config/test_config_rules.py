@@ -33,7 +33,7 @@ def refusal(**values: Any) -> str:
     return str(caught.value)
 
 
-SERVER = {"rollout__engine": "vllm_server"}
+SERVER, VLLM = {"rollout__engine": "vllm_server"}, {"rollout__engine": "vllm"}
 OVERLAP = SERVER | {"rollout__vllm_server__overlap": True}
 FULL = {"lora__rank": 0, "format__name": "bf16"}
 TILES = {"format__name": "nvfp4", "rollout__vllm__linear_backend": "fp4_tiles"}
@@ -83,6 +83,10 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         (SERVER | {"rollout__vllm_server__url": "http://gpu7:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://127.evil:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://me:pw@127.0.0.1:8000"}, "***@127.0.0.1", "VLLM_API_KEY=KEY"),
+        (VLLM | {"rollout__temperature": 2.5}, "rollout.temperature=2.5 with rollout.engine=vllm is not allowed",
+         "allowed with it: at most 2. Type rollout.temperature=2, or rollout=transformers."),
+        (SERVER | {"eval__temperature": 3.0}, "eval.temperature=3 with rollout.engine=vllm_server",
+         "Type eval.temperature=2, or rollout=transformers."),
         (OVERLAP | {"gpus": 2}, "gpus=2", "Type gpus=1"),
         ({"algorithm__overlong_buffer_tokens": 17, "rollout__max_completion_tokens": 16},
          "overlong_buffer_tokens=17 is above rollout.max_completion_tokens=16", "Type"),
@@ -194,6 +198,8 @@ def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exis
         {"algorithm__name": "cispo", "algorithm__epsilon_low": 1.0}, {"algorithm__entropy_coef": 2.0},
         {"algorithm__name": "gspo", "algorithm__beta": 0.1, "algorithm__kl_estimator": "k3"},
         {"algorithm__overlong_buffer_tokens": None}, {"algorithm__name": "gspo", "algorithm__beta": 0.0},
+        VLLM | {"rollout__temperature": 2.0, "eval__temperature": 2.0}, {"rollout__temperature": 100.0},
+        VLLM | {"eval__temperature": 3.0, "eval__questions": 0},
     ],
 )  # fmt: skip
 def test_what_is_just_allowed_passes(values):
