@@ -198,6 +198,12 @@ def run(options: RunOptions) -> None:
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
+    for planned in to_make:
+        if planned.key in machine.died:
+            code = machine.died[planned.key]
+            how = "was stopped when the time was up" if code is None else f"ended with exit code {code}"
+            output = format_path(machine.console_file(planned))
+            print(f"{planned.key} {how} before its run began; {output} has its output")
     if to_make and not machine.started.is_set():
         print(f"{with_noun(len(to_make), 'run')} left, none started: {machine.lacking_time(to_make[0])}")
         return
@@ -209,7 +215,8 @@ class Machine:
     """Trains and evaluates runs on this machine. `began` is the start of the command, by the monotonic clock.
 
     Once `stopped` is set, nothing starts, and what is running is stopped. `started` is set once there was time for a
-    run, whatever became of it.
+    run, whatever became of it. `died` maps the key of a run to the exit code of its command, if that ended before it
+    claimed the run's directory; None if it was stopped.
     """
 
     queue: Queue
@@ -218,6 +225,7 @@ class Machine:
     began: float
     stopped: threading.Event = field(default_factory=threading.Event)
     started: threading.Event = field(default_factory=threading.Event)
+    died: dict[str, int | None] = field(default_factory=dict)
 
     @property
     def until(self) -> float:
@@ -282,8 +290,10 @@ class Machine:
                 words.append(f"run_dir={run.path}")
             code = self._call(planned, ["-m", "qerl_lab", *words], visible)
             if code == USAGE and not run.is_claimed:
-                said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                said = self.console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'the command printed nothing'}")
+            if not run.is_claimed:
+                self.died[planned.key] = code
         failed = run.status == FAILED and code in (FAILURE, USAGE)  # another code: FAILED is from an attempt before
         if run.status != DONE and not failed:
             return False
@@ -307,15 +317,15 @@ class Machine:
         return True
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
-        """Run Python with arguments `words` and environment variables `visible`; append its output to `_console_file`.
+        """Run Python with arguments `words` and environment variables `visible`; append its output to `console_file`.
 
         Returns the exit code of the process. If the time is up (`until`), stops the process and returns None; if the
         time was up before, starts no process.
         """
         if self.until < time.monotonic():
             return None
-        make_directory(self._console_file(planned).parent, f"runs={self.options.runs}")
-        with self._console_file(planned).open("ab") as console:
+        make_directory(self.console_file(planned).parent, f"runs={self.options.runs}")
+        with self.console_file(planned).open("ab") as console:
             line, environment = [sys.executable, *words], os.environ | visible
             process = subprocess.Popen(line, stdout=console, stderr=console, env=environment)
             while (left := self.until - time.monotonic()) > 0:
@@ -329,7 +339,7 @@ class Machine:
                 process.kill()
             return None
 
-    def _console_file(self, planned: Planned) -> Path:
+    def console_file(self, planned: Planned) -> Path:
         """Return the file for the output of a run's commands: KEY.txt, beside the run's directory."""
         return self.run_folder(planned).with_suffix(".txt")
 
@@ -362,7 +372,7 @@ class Machine:
             "evaluations": f"{evaluated} of {len(planned.after)}", "words": shlex.join(planned.words),
         }  # fmt: skip
         replace_file(run.path / ROW, json.dumps(row, indent=1).encode())
-        shutil.copy(self._console_file(planned), run.path / "queue.txt")
+        shutil.copy(self.console_file(planned), run.path / "queue.txt")
 
     def pack(self, planned: Planned) -> None:
         """Pack the record in a run's directory into KEY.tar.gz in the folder `options.pack`, atomically.

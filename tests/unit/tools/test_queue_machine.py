@@ -69,20 +69,20 @@ def test_a_stopped_machine_ends_its_process_and_starts_no_other(tmp_path: Path) 
     assert here._call(planned, ["-c", code], {"CUDA_VISIBLE_DEVICES": "7"}) == 0
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(here._call, planned, ["-c", "import time; print(1, flush=True); time.sleep(60)"], {})
-        wait_for(lambda: here._console_file(planned).read_text().endswith("1\n"))
+        wait_for(lambda: here.console_file(planned).read_text().endswith("1\n"))
         began = time.monotonic()
         here.stopped.set()
         assert call.result() is None
     assert time.monotonic() - began < 20
     assert here._call(planned, ["-c", "print(2)"], {}) is None
-    assert here._console_file(planned).read_text() == "7\n1\n"
+    assert here.console_file(planned).read_text() == "7\n1\n"
 
 
 class Calls:
     """Stands in for the processes of a machine: a training run ends, an evaluation ends unless the time is up.
 
-    The next trainings end as `endings` says: done, failed, refused, or stopped before it began. Later ones are done,
-    with weights in `weights` if that names a file.
+    The next trainings end as `endings` says: done, failed, refused, stopped before it began, or killed before it had
+    its directory. Later ones are done, with weights in `weights` if that names a file.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
@@ -103,6 +103,8 @@ class Calls:
                 folder.parent.mkdir()
                 folder.with_suffix(".txt").write_text("asking the hub\nerror: no such model\n")
                 return 2
+            if ending == "killed":
+                return -9
             if not directory.is_claimed:
                 directory.claim(self.cfg, TypedCommand("python -m qerl_lab"))
             folder.with_suffix(".txt").touch()
@@ -217,6 +219,19 @@ def test_a_command_that_crashed_before_its_run_began_is_not_said_to_lack_time(la
     monkeypatch.setattr(Machine, "_call", lambda *_: 1)
     lab.run("first")
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 1 runs ended;")
+
+
+def test_a_run_that_died_before_it_began_is_named_with_its_output(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("seeds: [0]", "seeds: [0, 1]"))
+    lab.calls.endings = ["killed", "killed"]
+    lab.run("first")
+    *died, last = capsys.readouterr().out.splitlines()[-3:]
+    for line, run_name in zip(died, ("bf16-seed0", "bf16-seed1"), strict=True):
+        key, _, rest = line.partition(" ")
+        assert key.startswith(run_name)
+        assert rest.startswith("ended with exit code -9 before its run began; ")
+        assert rest.endswith(f"/{key}.txt has its output")
+    assert last.startswith("0 of 2 runs ended")
 
 
 @pytest.mark.parametrize(("jobs", "part"), [(1, []), (2, ["jobs_per_gpu=2"])])
