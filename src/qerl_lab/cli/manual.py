@@ -142,8 +142,11 @@ def _format_notes(jobs: list[Job]) -> list[str]:
     ]
 
 
-def sweep_table(plan: Plan) -> str:
-    """Format the table at a sweep's end: each job's status with headline numbers, or the reason of its failure."""
+def sweep_table(plan: Plan, *, names_next: bool = True) -> str:
+    """Format the table at a sweep's end: each job's status with headline numbers, or the reason of its failure.
+
+    With `names_next` a line names the command that reports the sweep.
+    """
     runs = [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
     shared, own = split_overrides(plan.jobs)
@@ -163,7 +166,7 @@ def sweep_table(plan: Plan) -> str:
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
     here, command = format_path(plan.directory), f"{python_command()} -m qerl_lab"
     lines.append(f"{with_noun(len(plan.jobs), 'job')} in {here}: {counts}")
-    if "done" in found:
+    if "done" in found and names_next:
         out = shell_override("out", f"results/{plan.directory.name}")
         lines.append(f"next: {command}.report {shlex.quote(here)} {out}")
     left = [job for job, run, status in zip(plan.jobs, runs, found, strict=True) if run.is_claimed and status != "done"]

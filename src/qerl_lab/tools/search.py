@@ -21,7 +21,7 @@ from qerl_lab.config.out import OutputOptions
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory
-from qerl_lab.system.terminal import columns, format_path
+from qerl_lab.system.terminal import columns, format_path, python_command
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -143,7 +143,8 @@ def search(options: SearchOptions, words: list[str]) -> None:
     while trial := _next_trial(study, options, ranges):
         print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
         sweep = f"hydra.sweep.dir={options.trial_folder(trial)}"
-        code = train.main(["-m", *shared, *_overrides(trial), options.seed_override, sweep])
+        with train.as_trials():
+            code = train.main(["-m", *shared, *_overrides(trial), options.seed_override, sweep])
         if code == exits.INTERRUPTED:
             raise KeyboardInterrupt("the same command continues this trial")
         if code == exits.USAGE:
@@ -212,7 +213,9 @@ def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> 
         rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(options.trial_folder(trial))])
     words = [*(word for word in shared if word != "eval.questions=0"), *_overrides(best), "seed=0,1,2,3,4"]
     lines = [columns(rows), f"mean of seeds {', '.join(map(str, options.seeds))}."]
-    lines += [f"Report on other seeds: python -m qerl_lab -m {shlex.join(words)}"] if best.value is not None else []
+    if best.value is not None:
+        lines[-1] += " Report the best values on other seeds."
+        lines.append(f"next: {python_command()} -m qerl_lab -m {shlex.join(words)}")
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 optuna = pytest.importorskip("optuna")
 
+from qerl_lab.cli import train  # noqa: E402
 from qerl_lab.config.option import ConfigError  # noqa: E402
 from qerl_lab.system import exits  # noqa: E402
 from qerl_lab.tools import search as command  # noqa: E402
@@ -29,6 +30,7 @@ class Lab:
         self.stops_at, self.fails_at, self.calls = stops_at, fails_at, []
 
     def __call__(self, words: list[str]) -> int:
+        assert train.CheckJobs.is_trial
         self.calls.append(words)
         keys = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
         sweep = Path(keys["hydra.sweep.dir"])
@@ -86,6 +88,7 @@ def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys:
     tried = dict(word.split("=") for word in table[1].split()[2:4])
     far = sum(math.log10(float(tried[key]) / best) ** 2 for key, best in BEST.items())
     assert worth[0] == pytest.approx(1 - far + 0.05, abs=1e-3), "the mean of both seeds, over all steps"
+    assert table[-1].startswith("next: ")
     report = shlex.split(table[-1].partition("python -m qerl_lab ")[2])
     assert report[:4] == ["-m", "+experiment=nvfp4_aqn", "launcher=slurm", "slurm=--partition=gpu --time=60"]
     assert report[4:] == [*table[1].split()[2:4], "seed=0,1,2,3,4"]
@@ -151,7 +154,7 @@ def test_a_trial_whose_runs_have_no_worth_has_failed(tmp_path: Path, record: str
 
     with pytest.raises(ValueError, match="every trial failed"):
         search(tmp_path, spoiled, trials=1)
-    assert "Report on other seeds" not in (tmp_path / "table.txt").read_text()
+    assert "next: " not in (tmp_path / "table.txt").read_text()
 
 
 def test_words_may_not_change_but_for_how_it_runs(tmp_path: Path) -> None:
