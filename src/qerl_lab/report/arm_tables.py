@@ -58,7 +58,7 @@ def accuracy_rows(comparison: Comparison, gains: bool = True) -> Rows:
         cells = [label, f"{len(runs)} of {comparison.started[label]}"]
         cells += [seeds_cell(matrix(runs, at), stats.SHARE) for at in ("before", "after")]
         if gains:
-            cells.append(seeds_cell(matrix(runs, "gain"), (-1, 1)))
+            cells.append(seeds_cell(matrix(runs, "gain"), stats.CHANGE, stats.format_change))
             try:
                 cells.append(seeds_cell(MEASURES["pass_after"].of(runs, runs), stats.SHARE))
             except Unmeasured:  # one sample a question, or no evaluation

@@ -21,6 +21,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.paths import QUEUE, sha256
 from qerl_lab.report import reference
 from qerl_lab.report.measures import MEASURES
+from qerl_lab.report.stats import format_change
 
 Settings = Mapping[str, str]
 KEYS_AND_GROUPS = {*FIELDS, *(name.rpartition(".")[0] for name in FIELDS)} - {""}  # such as lora.rank and lora
@@ -126,7 +127,7 @@ class Claim:
 
     def spell(self, effect: float) -> str:
         """Format an effect for readers: `+0.013` for a difference, `1.23x` for a ratio."""
-        return f"{effect:.2f}x" if self.is_ratio else f"{effect:+.3f}"
+        return f"{effect:.2f}x" if self.is_ratio else format_change(effect)
 
 
 @cache

@@ -16,7 +16,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
 from qerl_lab.report.arms import differing_keys, task_of
 from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, Run
-from qerl_lab.report.stats import SHARE, mean_of_arm
+from qerl_lab.report.stats import CHANGE, SHARE, format_change, mean_of_arm
 from qerl_lab.report.table import mean_and_interval
 from qerl_lab.system.terminal import columns
 
@@ -105,7 +105,7 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
         means = {
             "accuracy_before": mean_of_arm(matrix(runs, "before"), SHARE),
             "accuracy_after": mean_of_arm(matrix(runs, "after"), SHARE),
-            "gain": mean_of_arm(matrix(runs, "gain"), (-1, 1)),
+            "gain": mean_of_arm(matrix(runs, "gain"), CHANGE),
         }
         if baseline is not None and label != baseline:
             for phase, name, most in (("after", "difference", 1), ("gain", "gain_difference", 2)):
@@ -191,7 +191,7 @@ def text(comparison: Comparison, baseline: str | None) -> str:
         cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}"]
         for name in shown:
             mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
-            spell = "{:.3f}".format if name.startswith("accuracy") else "{:+.3f}".format
+            spell = "{:.3f}".format if name.startswith("accuracy") else format_change
             cells.append(mean_and_interval((mean, low, high), spell, spell))
         steps = max(run.summary["steps"] for run in comparison.arms[row["arm"]])
         rows.append([*cells, first_and_last(row["entropy_first"], row["entropy_last"], steps)])

@@ -25,13 +25,15 @@ class Measure:
     """One measure: `of(runs, controls)` returns its values, in `unit`; `meaning` says in words what is measured.
 
     Two arms are compared by the difference of their means over seeds, or with `ratio` by the ratio of their geometric
-    means. Values above `most(run)` are right-censored: the true value is at least as large.
+    means. With `is_change` a value is itself a difference of two fractions, from -1 to 1, and is written with its sign.
+    Values above `most(run)` are right-censored: the true value is at least as large.
     """
 
     unit: str
     meaning: str
     of: MeasureFunction
     ratio: bool = False
+    is_change: bool = False
     most: Callable[[Run], float] | None = None
 
 
@@ -147,6 +149,7 @@ MEASURES: dict[str, Measure] = {
     "answers_gain": Measure(
         "fraction", "right answers among a step's completions, last tenth of the steps less the run's own first tenth",
         _per_run(lambda run: last_tenth(answer_shares(run)).mean() - first_tenth(answer_shares(run)).mean()),
+        is_change=True,
     ),
     "steps_to_half": Measure(
         "steps", "steps until right answers, averaged over a tenth of the steps, have made half of the rise that the "

@@ -13,13 +13,18 @@ import pandas as pd
 from scipy import optimize, stats
 
 Interval = tuple[float, float, float]  # mean, low, high
-SHARE, NATS = (0.0, 1.0), (0.0, math.inf)  # ranges of fractions and entropies
+SHARE, CHANGE, NATS = (0.0, 1.0), (-1.0, 1.0), (0.0, math.inf)  # ranges of fractions, of their changes, of entropies
 NO_SPREAD = "[no spread]"
 NO_WIDTH = 1e-12  # spreads below this are rounding
 MOST_SEEDS = 1000  # upper limit of the search for enough seeds
 
 
-def format_interval(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
+def format_change(value: float) -> str:
+    """Format a difference or a gain with its sign: `+0.013`."""
+    return f"{value:+.3f}"
+
+
+def format_interval(low: float, high: float, spelled: Callable[[float], str] = format_change) -> str:
     """Format an interval as `[-0.010, +0.250]`; or `[no spread]` if both are equal, because `[x, x]` would mislead."""
     return f"[{spelled(low)}, {spelled(high)}]" if high - low > NO_WIDTH else NO_SPREAD
 

@@ -50,12 +50,12 @@ def mean_and_interval(interval: stats.Interval, spell: Spell = format_number, sp
     return f"{bound}{spell(mean)} [{', '.join(ends)}]"
 
 
-def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
+def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY, spell: Spell = format_number) -> str:
     """Format the mean of values[seeds, questions] as `mean [95% CI] (number of seeds)`; a dash without any value.
 
-    The interval is cut to `bounds`.
+    The interval is cut to `bounds`. `spell` formats the mean and each end.
     """
-    text = mean_and_interval(stats.mean_of_arm(values, bounds))
+    text = mean_and_interval(stats.mean_of_arm(values, bounds), spell, spell)
     return text if text == NONE else f"{text} ({len(values.dropna(how='all'))})"
 
 

@@ -14,7 +14,7 @@ from qerl_lab.report.arms import format_setting
 from qerl_lab.report.claims import Claim, of_paper
 from qerl_lab.report.comparison import Comparison, list_left_out, notes
 from qerl_lab.report.measures import FALLEN, MEASURES
-from qerl_lab.report.table import ANY, NONE, mean_and_interval
+from qerl_lab.report.table import ANY, NONE, format_number, mean_and_interval
 from qerl_lab.report.verdicts import LEVEL, Row, family_sizes
 from qerl_lab.system.disk import strict_json
 from qerl_lab.system.terminal import columns
@@ -42,7 +42,7 @@ def effect_cell(row: Row) -> str:
     """Format the measured effect as `+0.013 [-0.003, +0.030]` or `>= 1.9x [1.3, no bound]`; a dash if there is none."""
     if row.numbers is None:
         return NONE
-    spell_end = "{:.2f}".format if row.claim.is_ratio else "{:+.3f}".format
+    spell_end = "{:.2f}".format if row.claim.is_ratio else stats.format_change
     return mean_and_interval(row.numbers.effect, row.claim.spell, spell_end)
 
 
@@ -85,9 +85,13 @@ def measured_cells(row: Row) -> dict[str, str]:
     numbers = row.numbers
     if numbers is None:
         return cells
-    bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
+    measure, spell = MEASURES[row.claim.measure], format_number
+    bounds = stats.SHARE if measure.unit == "fraction" else ANY
+    if measure.is_change:
+        bounds, spell = stats.CHANGE, stats.format_change
     for side, interval in (("treated", numbers.treated), ("control", numbers.control)):
-        cells[side] = f"{mean_and_interval(stats.clip_interval(interval, *bounds))} ({numbers.seeds})"
+        text = mean_and_interval(stats.clip_interval(interval, *bounds), spell, spell)
+        cells[side] = f"{text} ({numbers.seeds})"
     cells["effect"] = effect_cell(row)
     if row.judged:
         cells[P_VALUES] = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)

@@ -53,7 +53,7 @@ def test_accuracies_stand_beside_table_1(made: dict[str, Table]) -> None:
     assert high > 1
     assert found["after"] == f"{mean:.3f} [{low:.3f}, 1.000] (3)"
     assert low < 0.5, "what it was before"
-    assert found["gain"] == f"{mean - 0.5:.3f} [{low - 0.5:.3f}, {high - 0.5:.3f}] (3)"
+    assert found["gain"] == f"{mean - 0.5:+.3f} [{low - 0.5:+.3f}, {high - 0.5:+.3f}] (3)"
     assert (found["finished"], found["3B there"], found["7B there"]) == ("3 of 4", "0.833", "0.885")
     assert found["pass@n after"] == "1.000 [no spread] (3)"
 

@@ -1,6 +1,7 @@
 """`python -m qerl_lab.report verdicts`: what it prints and writes, of whole sweeps and of parts of them."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import yaml
 from qerl_lab.config.paths import sha256
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
-from qerl_lab.report.verdict_tables import collapses, pipe_table
+from qerl_lab.report.verdict_tables import collapses, measured_cells, pipe_table
 from qerl_lab.report.verdicts import judge, paper_effects
 from qerl_lab.system import exits
 from run_directories import make_run, save_results
@@ -81,6 +82,8 @@ def test_the_files_have_every_number(sweep: Path) -> None:
     assert "| 4 of 5, 4 of 4 |" in page
     assert page.count("\n| final_") == 2
     assert page.count("\n| growth_area |") == 1  # the others lack an arm
+    growth = line_of(page, "| growth_gain |").split(" | ")
+    assert all(re.match(r"[+-]0\.\d{3} (\[[+-]|\[no spread\])", cell) for cell in growth[4:6]), growth
     # claims that the runs answer; the others are only named
     answered = ["growth_area", "growth_steps", "growth_gain", "final_accuracy", "final_pass"]
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("- `")] == answered
@@ -249,6 +252,21 @@ def test_collapsed_runs_are_counted_at_the_values_that_both_arms_have_with_fishe
     p = comb(10, 5) / comb(20, 5)  # all five of one arm, and the same of the other
     assert collapses([row])[1:] == [[claim.name, contrast.name, "0 of 10", "5 of 10", f"{2 * p:.3f}"]]
     assert collapses([replace(row, collapsed=(0, 0))]) == []
+
+
+def test_the_gain_of_an_arm_may_be_negative() -> None:
+    """An interval from -1 to 1 holds its mean; a share's would be cut at 0."""
+    (claim,) = (claim for claim in CLAIMS if claim.name == "growth_gain")
+    contrast, falling = claim.contrasts[0], [0.8, 0.4, 0.2, 0.1]
+    records = [
+        replace(record(settings, seed, 0.3), steps=pd.DataFrame({"reward/answer": falling}, index=range(1, 5)))
+        for settings in (contrast.treated_settings, contrast.control_settings)
+        for seed in range(3)
+    ]
+    records[0].steps["reward/answer"] /= 2
+    (row,) = judge(records, records, [replace(claim, contrasts=(contrast,))])
+    assert measured_cells(row)["treated"] == "-0.583 [-1.000, -0.081] (3)"
+    assert measured_cells(row)["control"] == "-0.700 [no spread] (3)"
 
 
 def row_of_own_claim(old: str, new: str) -> dict[str, Any]:
