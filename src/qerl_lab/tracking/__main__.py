@@ -10,7 +10,7 @@ from qerl_lab.config.rules import check_store
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import metrics_table
 from qerl_lab.system import exits
-from qerl_lab.tracking.mlflow import prepare_mlflow, resync
+from qerl_lab.tracking.mlflow import check_scheme, prepare_mlflow, resync
 
 
 @dataclass
@@ -30,10 +30,12 @@ class TableOptions:
 def fill_mlflow(options: ResyncOptions) -> None:
     """Fill MLflow from the record in `options.run_dir`, and print what was added.
 
-    Raises ConfigError if the record is missing or damaged, ConnectionError if MLflow fails or cannot be reached.
+    Raises ConfigError if the record is missing or damaged, or `uri` is no address of a store; ConnectionError if MLflow
+    fails or cannot be reached.
     """
     if options.uri:
         check_store("uri", options.uri)
+        check_scheme("uri", options.uri)
     prepare_mlflow()
     from mlflow.exceptions import MlflowException
 

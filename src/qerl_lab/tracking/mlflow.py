@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from qerl_lab.config.arm import config_hash, values_of
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.paths import sqlite_file, sqlite_uri
 from qerl_lab.config.redact import HIDDEN, url_without_secrets
 from qerl_lab.config.schema import RunConfig
@@ -48,6 +48,26 @@ def prepare_mlflow() -> None:
     """
     for name, value in MLFLOW_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def check_scheme(key: str, uri: str) -> None:
+    """Raise ConfigError if MLflow knows no store for the scheme of `uri`, the value of `key`. Connects to nothing."""
+    scheme = uri.partition("://")[0]
+    if scheme in ("sqlite", "http", "https"):  # not asked, because importing MLflow takes more than a second
+        return
+    prepare_mlflow()
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking._tracking_service.utils import _tracking_store_registry as registry
+
+    try:
+        registry.get_store_builder(uri)
+    except MlflowException:
+        # "" is a plain folder, and Unity Catalog (uc) holds models, not runs.
+        allowed = sorted(name for name in registry._registry if name and not name.endswith("uc"))
+        raise ConfigError(
+            f"{key}={uri} begins with {scheme}://, which MLflow does not know; allowed: {', '.join(allowed)}."
+            f"{did_you_mean(scheme, allowed)} Type for example {key}=sqlite:///mlflow.db."
+        ) from None
 
 
 def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:

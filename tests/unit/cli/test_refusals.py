@@ -53,6 +53,7 @@ def refused(line: str, capsys) -> str:
         ("eval=3", ["eval is a node", "eval.samples"]),
         ("~lora.rank", ["Type lora.rank=VALUE"]),
         ("hydra.foo=1", ["hydra.foo", "'foo' not in 'HydraConf'"]),
+        ("tracking.uri=htp://host", ["tracking.uri=htp://host begins with htp://", "Did you mean http?", "postgresql"]),
         # types
         ("lora.rank=abc", ["lora.rank=abc", "a whole number", "lora.rank=32"]),
         ("optim.learning_rate=true", ["optim.learning_rate=true is not allowed; allowed: a number"]),

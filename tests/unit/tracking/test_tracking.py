@@ -21,7 +21,7 @@ from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
-from qerl_lab.tracking.mlflow import mlflow_uri
+from qerl_lab.tracking.mlflow import check_scheme, mlflow_uri
 from qerl_lab.tracking.tracker import FINISH_SECONDS, Tracker
 from qerl_lab.train.__main__ import needs_no_traceback
 from run_directories import write_config
@@ -240,9 +240,19 @@ def test_what_cannot_be_resynced_is_one_line(tmp_path: Path, capsys: pytest.Capt
     run.begin()
     said = "error: uri=mlruns is no address of an MLflow store; allowed: sqlite:///FILE.db"
     assert refused(2, "uri=mlruns").startswith(said)
+    assert refused(2, "uri=htp://host").startswith(
+        "error: uri=htp://host begins with htp://, which MLflow does not know"
+    )
     said = refused(1, "uri=sqlite:////proc/x.db")
     assert said.startswith("error: not resynced. [Errno")
     assert "Type the command again once the store answers, or add uri=STORE." in said
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite:///a.db", "http://host", "postgresql+psycopg2://host/runs", "databricks", "databricks://mine"]
+)
+def test_a_scheme_that_mlflow_knows_is_allowed(uri: str) -> None:
+    check_scheme("tracking.uri", uri)
 
 
 # --- Weights & Biases
