@@ -32,7 +32,7 @@ from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable
 from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
 from qerl_lab.record.environment import environment
-from qerl_lab.report.stats import Interval, p_value
+from qerl_lab.report.stats import Interval, format_interval, p_value
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import make_directory, replace_file, strict_json
@@ -262,7 +262,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         if row["arm"] != "dense":
             found = row["entropy_change"]
             cells += [
-                f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]",
+                f"{found['mean']:+.4f} {format_interval(found['low'], found['high'], '{:+.4f}'.format)}",
                 f"{found['p']:.3f}" if found["p"] >= 0.001 else f"{found['p']:.0g}",
                 f"{row['kl']['mean']:.5f}",
                 f"{row['weight_error']['relative']:.5f}",

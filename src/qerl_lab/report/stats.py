@@ -26,7 +26,7 @@ def format_change(value: float) -> str:
 
 def format_interval(low: float, high: float, spelled: Callable[[float], str] = format_change) -> str:
     """Format an interval as `[-0.010, +0.250]`; or `[no spread]` if both are equal, because `[x, x]` would mislead."""
-    return f"[{spelled(low)}, {spelled(high)}]" if high - low > NO_WIDTH else NO_SPREAD
+    return NO_SPREAD if high - low <= NO_WIDTH else f"[{spelled(low)}, {spelled(high)}]"
 
 
 def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) -> Interval:
@@ -205,8 +205,8 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
 def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
     """Return the two-sided p-value of an interval: 1 minus the level at which an end of `interval(level)` is 0.
 
-    The p-value is at least 2 / 2**pairs, the minimum of a sign test on `pairs` differences, since Student's t would
-    give 0 for equal differences. It is also at least 1e-15, the resolution of `1 - p`.
+    For an interval without width it is 2 / 2**pairs, the p-value of a sign test on `pairs` equal differences, since
+    Student's t would give 0. Else it is at least 1e-15, the resolution of `1 - p`.
     """
 
     def gap_to_zero(p: float) -> float:
@@ -214,9 +214,12 @@ def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
         mean, low, high = interval(1 - p)
         return abs(mean) - (high - low) / 2
 
-    least = max(2.0 ** (1 - pairs), 1e-15)
-    if interval(0.5)[0] == 0 or least >= 1:
+    mean, low, high = interval(0.95)
+    if mean == 0:
         return 1.0
+    least = 1e-15
+    if high - low <= NO_WIDTH:
+        return max(2.0 ** (1 - pairs), least)
     return least if gap_to_zero(least) > 0 else float(optimize.brentq(gap_to_zero, least, 1.0, xtol=1e-15))
 
 

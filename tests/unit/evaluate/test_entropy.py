@@ -54,6 +54,18 @@ def test_the_interval_is_student_s_over_texts() -> None:
     assert entropy.mean_change(values, fake)["p"] == pytest.approx(expected.pvalue)
 
 
+def test_the_p_value_agrees_with_the_interval_also_over_four_texts() -> None:
+    """By Student's t both; a sign test over four texts could not give less than 0.125."""
+    of_texts = torch.tensor([0.010, 0.012, 0.009, 0.011], dtype=torch.float64)
+    fake = entropy.Texts(None, [([1], [1])] * 4, of_texts, torch.zeros(4), 4)  # type: ignore[arg-type]
+    change = entropy.mean_change(of_texts, fake)
+    assert change["low"] > 0
+    assert change["p"] == pytest.approx(scipy_stats.ttest_1samp(of_texts.numpy(), 0).pvalue)
+    assert change["p"] < 0.05
+    equal = entropy.mean_change(torch.full((4,), 0.01, dtype=torch.float64), fake)
+    assert (equal["low"], equal["high"], equal["p"]) == (0.01, 0.01, 0.125)
+
+
 def test_forking_tokens_are_the_fifth_with_the_highest_entropy() -> None:
     """By hand in float64: 3 of 11 tokens."""
     values = torch.tensor([0.1, 2.0, 0.0, 1.5, 0.3, 0.2, 0.4, 0.5, 1.0, 0.6, 0.7], dtype=torch.float64)
