@@ -202,8 +202,25 @@ def _multiply(
     partial = torch.empty(how.blocks * how.tile * BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
     ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
     stride = x.stride(0) if rows > 1 else columns  # torch may report any stride for a single row
-    shape = Shape(rows, N, columns, stride, len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split, depth,
-                  how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
+    shape = Shape(
+        M=rows,
+        N=N,
+        K=columns,
+        stride=stride,
+        R=len(A),
+        rank=rank,
+        width=how.width,
+        columns=t_columns,
+        part_1=ends[0],
+        part_2=ends[1],
+        splits=how.splits,
+        of_split=how.of_split,
+        depth=depth,
+        pieces=how.pieces,
+        few=depth // how.pieces,
+        more=depth % how.pieces,
+        stages=how.stages,
+    )
     _launch_kernel(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
 
 
