@@ -181,7 +181,10 @@ def build(cfg: RunConfig, device: torch.device, *, fits_norms: bool = False) -> 
     """Build the policy: load the base, pack its Linears, find the norms that get noise, attach new adapters.
 
     The adapters are initialized from cfg.seed. With lora=full there are none, and all weights of the base are trained.
-    With `fits_norms`, for commands without the option aqn.norms, cfg.aqn.norms is set to the norms that the base has.
+    With `fits_norms`, for commands without the option aqn.norms, it writes the norms that the base has into
+    cfg.aqn.norms. It must write them there, because the caller builds the engine from the same `cfg`, and vLLM holds in
+    float32 the norms that `cfg` names.
+
     Raises ConfigError if the model cannot be loaded, lacks a module that `cfg` names, or a norm of aqn.norms feeds no
     linear layer.
     """
