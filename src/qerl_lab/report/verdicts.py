@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,17 +37,24 @@ class Verdict(StrEnum):
     UNDECIDED = "undecided"
 
 
-# For each verdict: what it says, and what more seeds would do to reach it. `EITHER_WAY` is for claims of no difference.
+class Phrase(NamedTuple):
+    """What a verdict says (`shown`), and what more seeds would do to reach it (`would`)."""
+
+    shown: str
+    would: str
+
+
+# `EITHER_WAY` is for claims of no difference.
 PHRASES = {
-    Verdict.SUPPORTED: ("the effect is there", "support it"),
-    Verdict.TOO_SMALL: ("the effect is there, and below {size}", "show it to be there and below {size}"),
-    Verdict.EXCLUDED: ("an effect of {size} or more is excluded", "exclude {size} or more"),
-    Verdict.REVERSED: ("the effect has the other sign", "show the other sign"),
-    Verdict.UNDECIDED: ("", ""),
+    Verdict.SUPPORTED: Phrase("the effect is there", "support it"),
+    Verdict.TOO_SMALL: Phrase("the effect is there, and below {size}", "show it to be there and below {size}"),
+    Verdict.EXCLUDED: Phrase("an effect of {size} or more is excluded", "exclude {size} or more"),
+    Verdict.REVERSED: Phrase("the effect has the other sign", "show the other sign"),
+    Verdict.UNDECIDED: Phrase("", ""),
 }
 EITHER_WAY = PHRASES | {
-    Verdict.SUPPORTED: ("within {size} either way", "support it"),
-    Verdict.EXCLUDED: ("the difference is larger than {size}", "show a difference larger than {size}"),
+    Verdict.SUPPORTED: Phrase("within {size} either way", "support it"),
+    Verdict.EXCLUDED: Phrase("the difference is larger than {size}", "show a difference larger than {size}"),
 }
 
 
@@ -224,49 +232,70 @@ def _decide(row: Row, numbers: Numbers, others: Sequence[PValues]) -> Row:
 
     `others` holds the uncorrected p-values of the other contrasts in the family.
     """
-    claim, size = row.claim, row.claim.smallest_as_text
-    phrases = PHRASES if claim.direction else EITHER_WAY
+    adjusted, verdict = _correct_and_test(row.claim, numbers.p, others)
+    numbers = replace(numbers, adjusted=adjusted)
+    if verdict == Verdict.UNDECIDED:
+        return _leave_undecided(row, numbers, others)
+    why = [_spell(verdict, row.claim).shown, *_reservations(row, numbers, verdict)]
+    return replace(row, numbers=numbers, verdict=verdict, why="; ".join(why))
 
-    def verdict_of(own: PValues) -> tuple[PValues, Verdict]:
-        """Adjust the p-values by Holm within the family, and return them with the verdict that they allow."""
-        adjusted = PValues(*(stats.holm([p, *(other[n] for other in others)])[0] for n, p in enumerate(own)))
-        is_above, is_small, is_below = (p < LEVEL for p in adjusted)
-        if is_below:
-            return adjusted, Verdict.REVERSED
-        if is_above:
-            return adjusted, Verdict.TOO_SMALL if is_small and claim.direction else Verdict.SUPPORTED
-        return adjusted, Verdict.EXCLUDED if is_small else Verdict.UNDECIDED
+
+def _correct_and_test(claim: Claim, p: PValues, others: Sequence[PValues]) -> tuple[PValues, Verdict]:
+    """Adjust the p-values of a contrast by Holm within its family; return them with the verdict that they allow.
+
+    `p` and `others` are the uncorrected p-values of the contrast and of the other contrasts in the family.
+    """
+    adjusted = PValues(*(stats.holm([own, *rest])[0] for own, *rest in zip(p, *others, strict=True)))
+    is_above, is_small, is_below = (value < LEVEL for value in adjusted)
+    if is_below:
+        return adjusted, Verdict.REVERSED
+    if is_above and is_small and claim.direction:  # without one, small means outside
+        return adjusted, Verdict.TOO_SMALL
+    if is_above:
+        return adjusted, Verdict.SUPPORTED
+    return adjusted, Verdict.EXCLUDED if is_small else Verdict.UNDECIDED
+
+
+def _leave_undecided(row: Row, numbers: Numbers, others: Sequence[PValues]) -> Row:
+    """Return the row as undecided, with estimates of the seeds that would decide it, and what they would decide.
+
+    `others` is as in `_decide`.
+    """
+    claim = row.claim
 
     def verdict_at(seeds: int) -> Verdict:
         """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
-        return verdict_of(p_values(numbers, claim, seeds))[1]
+        return _correct_and_test(claim, p_values(numbers, claim, seeds), others)[1]
 
     def is_narrow_at(seeds: int) -> bool:
         """Tell whether the interval at the strictest level by Holm is too narrow for both 0 and the smallest effect."""
         level = 1 - 2 * LEVEL / (1 + len(others))
         return 2 * stats.half_width(numbers.variances, seeds, numbers.questions, level) <= claim.margin
 
-    adjusted, verdict = verdict_of(numbers.p)
-    reached, why = verdict, phrases[verdict][0].format(size=size)
-    as_measured = any_effect = None
-    if verdict == Verdict.UNDECIDED:
-        as_measured = stats.fewest_seeds(lambda seeds: verdict_at(seeds) != Verdict.UNDECIDED, numbers.seeds + 1)
-        if claim.direction and not numbers.censored:  # without a direction there is a border on each side
-            any_effect = stats.fewest_seeds(is_narrow_at, claim.file.seeds)
-        if as_measured:
-            reached = verdict_at(as_measured)
-            would = phrases[reached][1].format(size=size)
-            why = f"about {as_measured} seeds would {would} if the effect is as measured"
-            if any_effect and any_effect > as_measured:
-                why += f", {any_effect} decide whatever it is"
-        elif numbers.censored:
-            why = "too many runs never got there to tell"
-        else:
-            why = f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
-            if numbers.questions > 1:
-                why += f" with {numbers.questions} questions: type a larger eval.questions"
-    numbers = replace(numbers, adjusted=adjusted, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
-    return replace(row, numbers=numbers, verdict=verdict, why="; ".join([why, *_reservations(row, numbers, reached)]))
+    as_measured = stats.fewest_seeds(lambda seeds: verdict_at(seeds) != Verdict.UNDECIDED, numbers.seeds + 1)
+    any_effect = None
+    if claim.direction and not numbers.censored:  # without a direction there is a border on each side
+        any_effect = stats.fewest_seeds(is_narrow_at, claim.file.seeds)
+    reached = verdict_at(as_measured) if as_measured else Verdict.UNDECIDED
+    if as_measured:
+        why = f"about {as_measured} seeds would {_spell(reached, claim).would} if the effect is as measured"
+        if any_effect and any_effect > as_measured:
+            why += f", {any_effect} decide whatever it is"
+    elif numbers.censored:
+        why = "too many runs never got there to tell"
+    else:
+        why = f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
+        if numbers.questions > 1:
+            why += f" with {numbers.questions} questions: type a larger eval.questions"
+    numbers = replace(numbers, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
+    why = "; ".join([why, *_reservations(row, numbers, reached)])
+    return replace(row, numbers=numbers, verdict=Verdict.UNDECIDED, why=why)
+
+
+def _spell(verdict: Verdict, claim: Claim) -> Phrase:
+    """Return the phrase of a verdict on `claim`, with the smallest effect that matters filled in."""
+    phrase = (PHRASES if claim.direction else EITHER_WAY)[verdict]
+    return Phrase(*(text.format(size=claim.smallest_as_text) for text in phrase))
 
 
 def _reservations(row: Row, numbers: Numbers, reached: Verdict) -> list[str]:
