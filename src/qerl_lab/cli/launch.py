@@ -175,6 +175,7 @@ def _run_processes(
     stop_file = sweep_job.stop_file if sweep_job else None
 
     def is_aborted() -> bool:
+        """Tell whether Ctrl-C came twice, or the stop file says to abort."""
         if received.count(signal.SIGINT) > 1:
             return True
         return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
@@ -187,35 +188,60 @@ def _run_processes(
             exits.say_now(ABORTING if is_aborted() else STOPPING)
 
     with handle_stop_signals(forward_signal), run.console.open("ab") if sweep_job else nullcontext() as console:
-        # Block signals during the start, so that none reaches a child that cannot handle it yet; see Stop.on_signals.
-        # Slurm sends SIGUSR2 to the whole job before its time limit; only this process may receive it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
-        try:
-            for environment in environments:  # each child inherits the lock of the run's directory
+        with _stop_signals_blocked():
+            for environment in environments:
                 child = subprocess.Popen(
                     child_command(run.path), env=environment, pass_fds=[lock.fileno()], stdout=console, stderr=console
                 )
                 children.append(child)
                 _children.append(child)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for child in children if received else ():  # a signal may have come before the first child
-            child.terminate()
-        first, deadline = None, math.inf
-        while running := [child for child in children if child.poll() is None]:
-            if first is None and (first := _first_failed(children)) is not None:
-                deadline = time.monotonic() + GRACE_SECONDS
-            for child in running:
-                if time.monotonic() > deadline or is_aborted():
-                    child.kill()
-                elif stop_file is not None and stop_file.exists():
-                    child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                running[0].wait(None if len(children) == 1 and stop_file is None else LOOK_SECONDS)
-    if first is None:  # none had failed when the loop looked last
-        first = _first_failed(children)
-    rank = first or 0
+        if received:  # perhaps before the first child, where there was none to forward it to
+            for child in children:
+                child.terminate()
+        first_failed = _wait_for_all(children, stop_file, is_aborted)
+    rank = first_failed or 0
     return -signal.SIGINT if is_aborted() else children[rank].returncode, rank
+
+
+@contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Context manager: hold back signals, so that none reaches a child started here before it can handle it.
+
+    The child inherits the block and lifts it itself (see Stop.on_signals), except that of SIGUSR2: Slurm sends it to
+    the whole job before its time limit, and only this process may receive it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait_for_all(
+    children: list[subprocess.Popen[bytes]], stop_file: Path | None, is_aborted: Callable[[], bool]
+) -> int | None:
+    """Wait until all processes have ended. Return the rank of the first that failed; None if none failed.
+
+    Terminates the processes once `stop_file` exists. Kills them once `is_aborted()` is true, and GRACE_SECONDS after a
+    failure, because ranks that wait for a failed one never end.
+    """
+    first_failed, kill_time = None, math.inf
+    while running := [child for child in children if child.poll() is None]:
+        if first_failed is None:
+            first_failed = _first_failed(children)
+            if first_failed is not None:
+                kill_time = time.monotonic() + GRACE_SECONDS
+        for child in running:
+            if time.monotonic() > kill_time or is_aborted():
+                child.kill()
+            elif stop_file is not None and stop_file.exists():
+                child.terminate()
+        is_alone = len(children) == 1 and stop_file is None  # then nothing else is to be looked at
+        with suppress(subprocess.TimeoutExpired):
+            running[0].wait(None if is_alone else LOOK_SECONDS)
+    if first_failed is not None:
+        return first_failed
+    return _first_failed(children)  # of those that ended since the loop looked last
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
