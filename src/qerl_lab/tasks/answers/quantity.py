@@ -102,17 +102,23 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
 
     `money` is the currency found beside the number, or "". With money a unit of two letters may follow `/`: `$5/kg`.
     """
-    is_rate = _RATE.match(words)
-    named = re.split(r"[ /^.]+", words[is_rate.end() :] if is_rate else words)
-    first = named[0]
-    if all(len(word) == 1 or word.lower() in _MATHEMATICS for word in named if word) and len(first) > 1:
-        return False  # only letters and names such as `sin`
-    if is_rate:
-        return len(first) > 3 or first in _COUNTED or (len(first) > (1 if money else 2) and measure(first) != "")
-    if len(first) == 1:
+    rate = _RATE.match(words)
+    names = re.split(r"[ /^.]+", words[rate.end() :] if rate else words)
+    first = names[0]
+    is_product = all(len(name) == 1 or name.lower() in _MATHEMATICS for name in names if name)
+    if is_product and len(first) > 1:  # `60 sin x`: letters and names of mathematics alone
+        return False
+    if rate:  # `60/day`, `5 an hour`; `60/ab` is a fraction
+        shortest_unit = 2 if money else 3
+        is_unit = len(first) >= shortest_unit and measure(first) != ""
+        return is_unit or len(first) > 3 or first in _COUNTED
+    if len(first) == 1:  # `5 m` is five meters, `5x m` a product
         return first in _ONE_LETTER and _NUMBER.fullmatch(body) is not None
-    short = (*_ORDINALS, "sq", "cu", "per")
-    return measure(first) != "" or first in _SCALES or max(map(len, named)) > 3 or first in short or first in _COUNTED
+    if measure(first) != "" or first in _SCALES or first in _COUNTED:
+        return True
+    if first in (*_ORDINALS, "sq", "cu", "per"):  # `3 per day`
+        return True
+    return max(map(len, names)) > 3  # a word, since products of variables have no such long names
 
 
 def _of_words(body: str, words: str, money: str) -> Quantity | None:
