@@ -48,7 +48,7 @@ def rows(job: Job) -> Iterator[Row]:
 
 def rows_of_lab(job: Job) -> Iterator[Row]:
     """Train with the lab's trainer. With several GPUs only the first of the processes yields the row."""
-    cfg, found = job.config(), list[Step]()
+    cfg, steps = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
     policy, engine, about = lab.build(job)
     task = make_task(job)
@@ -57,14 +57,14 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, clocks() as clock:
             stop = Stop(parent=os.getppid())
             trainer = LabTrainer(cfg, policy, engine, Cursor(data), Path(folder), stop, ranks)
-            trainer.on_step = lambda step, metrics: found.append(step_values(metrics))
+            trainer.on_step = lambda step, metrics: steps.append(step_values(metrics))
             trainer.train()
         if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
             about = {**memory(llm), **settings(llm), **about}
         held = bytes_by_owner(policy, engine.memory_bytes())
         about["gib_by_owner"] = {owner: size / GIB for owner, size in held.items()}
         if ranks.is_first:
-            yield summarize(job, found, cfg.optim.completions_at_once) | about | clock | memory_at_end()
+            yield summarize(job, steps, cfg.optim.completions_at_once) | about | clock | memory_at_end()
     finally:
         engine.close()
     ranks.leave()

@@ -53,7 +53,7 @@ def parse_sbatch_flags(text: str) -> dict[str, Any]:
 
     Raises ConfigError for anything else, and for the flags that the lab sets itself (`SET_BY_SUBMITIT`).
     """
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -66,8 +66,8 @@ def parse_sbatch_flags(text: str) -> dict[str, Any]:
             )
         if name in SET_BY_SUBMITIT:
             raise ConfigError(f"slurm={text}: the lab sets --{name}. Leave it out; jobs=N limits the jobs at once.")
-        found[name] = value if sign else True
-    return found
+        flags[name] = value if sign else True
+    return flags
 
 
 def time_limit_minutes(flags: Mapping[str, Any]) -> int:

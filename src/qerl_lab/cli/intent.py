@@ -157,19 +157,19 @@ def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
     If task.module is set, keys of task.* are left out, because the module may read them: those that say where questions
     come from only if it makes questions.
     """
-    values, found = values_of(cfg), dict[str, ConditionalKeys]()
+    values, inert = values_of(cfg), dict[str, ConditionalKeys]()
     for row in CONDITIONAL_KEYS:
         if not any(is_met(condition, values) for condition in row.conditions):
-            found |= {key: row for key in values if row.has_key(key) and key not in row.deciding_keys}
+            inert |= {key: row for key in values if row.has_key(key) and key not in row.deciding_keys}
     path = cfg.model.path
     if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():
-        found["model.revision"] = ConditionalKeys("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
+        inert["model.revision"] = ConditionalKeys("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
     if cfg.task.module:
-        of_questions = [key for key in found if key == "task.path" or key.startswith("task.columns.")]
+        of_questions = [key for key in inert if key == "task.path" or key.startswith("task.columns.")]
         are_read = all(values[key] is None for key in of_questions) or tasks.makes_questions(cfg.task)
         unread = () if are_read else of_questions
-        found = {key: row for key, row in found.items() if key in unread or not key.startswith("task.")}
-    return found
+        inert = {key: row for key, row in inert.items() if key in unread or not key.startswith("task.")}
+    return inert
 
 
 def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:

@@ -91,8 +91,10 @@ class SweepProgress:
             tenth = job.step * LINES // job.steps
             if tenth != job.printed_tenth:
                 job.printed_tenth = tenth
-                said = f"step {job.step}/{job.steps}, ETA {job.eta}, reward {job.reward}"
-                print(f"job {job.number}: {said if tenth else f'running, {job.words}'}", file=sys.stderr, flush=True)
+                progress = f"step {job.step}/{job.steps}, ETA {job.eta}, reward {job.reward}"
+                print(
+                    f"job {job.number}: {progress if tenth else f'running, {job.words}'}", file=sys.stderr, flush=True
+                )
 
     def end_job(self, job: Job, message: str) -> None:
         """Remove an ended job from the table and print its status.

@@ -100,8 +100,8 @@ def _format_options(group: str, config_dir: Path | None, default: str | None = N
 
 def dry_run_table(plan: Plan) -> str:
     """Format the table of a dry run: the jobs of a command, one per line, with the overrides in which they differ."""
-    rows, own = [], split_overrides(plan.jobs)[1] if plan.multirun else [[]]
-    for job, words in zip(plan.jobs, own, strict=True):
+    rows, words_of_jobs = [], split_overrides(plan.jobs)[1] if plan.multirun else [[]]
+    for job, words in zip(plan.jobs, words_of_jobs, strict=True):
         cfg, in_columns = job.config, ("experiment", "seed", "dry_run")
         rows.append({
             "job": job.number, "experiment": cfg.experiment, "scale": cfg.scale, "model": cfg.model.name,
@@ -148,10 +148,10 @@ def sweep_table(plan: Plan, *, names_next: bool = True) -> str:
     With `names_next` a line names the command that reports the sweep.
     """
     runs = [RunDirectory(job.run_dir) for job in plan.jobs]
-    found = [run.status for run in runs]
-    shared, own = split_overrides(plan.jobs)
+    statuses = [run.status for run in runs]
+    shared, words_of_jobs = split_overrides(plan.jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
-    for job, words, run, status in zip(plan.jobs, own, runs, found, strict=True):
+    for job, words, run, status in zip(plan.jobs, words_of_jobs, runs, statuses, strict=True):
         where, result, accuracy, entropy = str(job.run_dir.relative_to(plan.directory)), run.result(), "-", "-"
         if "accuracy_before" in result and "accuracy_after" in result:
             accuracy = f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"
@@ -161,15 +161,17 @@ def sweep_table(plan: Plan, *, names_next: bool = True) -> str:
         rows.append([str(job.number), " ".join(words), status, accuracy, entropy, *speed, where])
     header, *body = columns(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
-    for run, status, line in zip(runs, found, body, strict=True):
+    for run, status, line in zip(runs, statuses, body, strict=True):
         lines += [line, *([f"     {run.reason}"] if status == "failed" else [])]
-    counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
+    counts = ", ".join(f"{statuses.count(word)} {word}" for word in dict.fromkeys(statuses))
     here, command = format_path(plan.directory), f"{python_command()} -m qerl_lab"
     lines.append(f"{with_noun(len(plan.jobs), 'job')} in {here}: {counts}")
-    if "done" in found and names_next:
+    if "done" in statuses and names_next:
         out = shell_override("out", f"results/{plan.directory.name}")
         lines.append(f"next: {command}.report {shlex.quote(here)} {out}")
-    left = [job for job, run, status in zip(plan.jobs, runs, found, strict=True) if run.is_claimed and status != "done"]
+    left = [
+        job for job, run, status in zip(plan.jobs, runs, statuses, strict=True) if run.is_claimed and status != "done"
+    ]
     if left:
         lines.append(f"continue job {left[0].number} with: {command} {resume_override(format_path(left[0].run_dir))}")
         lines.append(f"continue all jobs with the same line, or: {command} {resume_override(here)}")

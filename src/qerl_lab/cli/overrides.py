@@ -221,10 +221,10 @@ def _is_command(name: str) -> bool:
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:
     """Return the message for OmegaConf's error about `key`, whose value came from a YAML file or an interpolation."""
-    said = f"{key}: {str(error).splitlines()[0].rstrip('.')}"
+    problem = f"{key}: {str(error).splitlines()[0].rstrip('.')}"
     if key.startswith("hydra."):
-        return f"{said}."
+        return f"{problem}."
     try:
-        return f"{said}; allowed: {describe_type(field_of_key(key).type)}, or ${{KEY}} with the name of another key."
+        return f"{problem}; allowed: {describe_type(field_of_key(key).type)}, or ${{KEY}} with the name of another key."
     except ConfigError as unknown:
         return str(unknown)

@@ -107,11 +107,11 @@ def finish(plan: Plan, *, names_next: bool = True) -> int:
     table, stop_file = manual.sweep_table(plan, names_next=names_next), plan.directory / STOP_FILE
     replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
     print(table)
-    found = {RunDirectory(job.run_dir).status for job in plan.jobs}
-    if found == {"done"}:
+    statuses = {RunDirectory(job.run_dir).status for job in plan.jobs}
+    if statuses == {"done"}:
         stop_file.unlink(missing_ok=True)  # from a signal that came while the last job ended
         return OK
-    return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
+    return INTERRUPTED if stop_file.exists() or "interrupted" in statuses else FAILURE
 
 
 class GpuPool:

@@ -335,8 +335,8 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
             if job.config.tracking.mlflow and job.config.tracking.uri:
                 check_scheme("tracking.uri", job.config.tracking.uri)
             is_used = is_here and not is_dry
-            found = preflight.check(job.config, job.run_dir, is_here=is_used, is_begun=job.begun)
-            notes = [*job.notes, *found]
+            preflight_notes = preflight.check(job.config, job.run_dir, is_here=is_used, is_begun=job.begun)
+            notes = [*job.notes, *preflight_notes]
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None

@@ -48,9 +48,9 @@ def matching_option(group: str, settings: Mapping[str, str], keys: Collection[st
     fit = dict[str, int]()
     for choice in choices_of(group):
         values = _values_of_option(group, choice)
-        own = {key for key, value in values.items() if value != defaults[key]}
-        if all(settings.get(key) == values[key] for key in own.union(keys)):
-            fit[choice] = len(own)
+        departures = {key for key, value in values.items() if value != defaults[key]}
+        if all(settings.get(key) == values[key] for key in departures.union(keys)):
+            fit[choice] = len(departures)
     return max(fit, key=lambda choice: fit[choice], default=None)
 
 
@@ -59,12 +59,12 @@ def nearest_option(group: str, settings: Mapping[str, str], keys: Collection[str
 
     Returns None if the group has no such key, or no option has this name. The arguments are as in `matching_option`.
     """
-    found = list[tuple[str, list[str]]]()
+    candidates = list[tuple[str, list[str]]]()
     for choice in choices_of(group):
         values, name = _values_of_option(group, choice), f"{group}.name"
         if name in values and values[name] == settings.get(name):
-            found.append((choice, sorted(key for key in keys if settings.get(key) != values.get(key))))
-    return min(found, key=lambda option: len(option[1]), default=None)
+            candidates.append((choice, sorted(key for key in keys if settings.get(key) != values.get(key))))
+    return min(candidates, key=lambda option: len(option[1]), default=None)
 
 
 @cache

@@ -47,8 +47,8 @@ def check_fields(
         if fits and kind.items is not None:
             fits = all(type(item) is kind.items for item in value)
         if not fits:
-            said = f"{where}: {name}={spell_value(value)} is no {kind.name}"
-            raise ValueError(f"{said}; write for example {name}: {kind.example}")
+            problem = f"{where}: {name}={spell_value(value)} is no {kind.name}"
+            raise ValueError(f"{problem}; write for example {name}: {kind.example}")
     return found
 
 

@@ -34,5 +34,5 @@ def in_one_line(error: BaseException) -> str:
 @cache
 def say_hub_is_asked(what: str) -> None:
     """Print that the Hugging Face hub is asked for `what`, which can take minutes; once for each `what`."""
-    said = "asking the Hugging Face hub (without a network it gives up within a minute)"
-    print(f"{what}: {said}", file=sys.stderr, flush=True)
+    notice = "asking the Hugging Face hub (without a network it gives up within a minute)"
+    print(f"{what}: {notice}", file=sys.stderr, flush=True)

@@ -30,8 +30,8 @@ def require_package(asked: str, package: str, remedy: str) -> None:
 
     For the message: `asked` is what needs the package, such as a setting (`key=value`), `remedy` what to type instead.
     """
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:  # no origin: a folder of that name, such as wandb leaves behind
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # no origin: a folder of that name, such as wandb leaves behind
         raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")
 
 
@@ -70,8 +70,8 @@ def spelled_number(number: float) -> str:
 
 def bounds_in_words(metadata: Any) -> str:
     """Format the bounds in a field's `metadata` (see `option`) as `at least 1, at most 4096`; empty without bounds."""
-    found = ((word, metadata[key]) for key, word in BOUNDS if metadata[key] is not None)
-    return ", ".join(f"{word} {spelled_number(bound)}" for word, bound in found)
+    bounds = ((word, metadata[key]) for key, word in BOUNDS if metadata[key] is not None)
+    return ", ".join(f"{word} {spelled_number(bound)}" for word, bound in bounds)
 
 
 def did_you_mean(given: str, allowed: list[str]) -> str:

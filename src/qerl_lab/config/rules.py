@@ -240,15 +240,15 @@ def _check_batch(cfg: RunConfig) -> None:
         )
     batch, updates, micro = cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout, cfg.optim.micro_batch_size
     of_gpus, over = (" / gpus", f" / {gpus}") if gpus > 1 else ("", "")
-    said = (
+    problem = (
         f"rollout.prompts_per_step x rollout.group_size{of_gpus} = {prompts} x {cfg.rollout.group_size}{over} = "
         f"{batch} completions cannot be split into algorithm.updates_per_rollout={updates} updates"
     )
     if batch % updates:
-        raise ConfigError(f"{said}. Type for example algorithm.updates_per_rollout=1.")
+        raise ConfigError(f"{problem}. Type for example algorithm.updates_per_rollout=1.")
     elif micro and batch % (updates * micro):  # for null a run chooses a divisor
         raise ConfigError(
-            f"{said} of optim.micro_batch_size={micro}; {batch} must be a multiple of {updates * micro}. "
+            f"{problem} of optim.micro_batch_size={micro}; {batch} must be a multiple of {updates * micro}. "
             f"Type for example optim.micro_batch_size={largest_divisor(batch // updates, micro)}."
         )
 
@@ -332,13 +332,13 @@ def check_patterns(name: str, entries: list[str]) -> None:
 
 def _check_engine_options(cfg: RunConfig) -> None:
     """Raise ConfigError if an option of a rollout engine cannot work, where no row of `NEEDS` says so."""
-    own, rollout, rank = cfg.rollout.vllm, cfg.rollout, cfg.lora.rank
+    vllm, rollout, rank = cfg.rollout.vllm, cfg.rollout, cfg.lora.rank
     check_temperature("rollout.temperature", rollout.temperature, rollout.engine)
     if cfg.eval.questions or cfg.eval.every:
         check_temperature("eval.temperature", cfg.eval.temperature, rollout.engine)
     if cfg.device == "cpu":
         check_engine_on_cpu(cfg, "device=cpu was given")
-    if own.linear_backend == "fp4_tiles" and not fp4_tiles_takes_rank(rank):
+    if vllm.linear_backend == "fp4_tiles" and not fp4_tiles_takes_rank(rank):
         raise ConfigError(
             f"rollout.vllm.linear_backend=fp4_tiles with lora.rank={rank} is not allowed; allowed with it: a rank in "
             f"multiples of {TILES_RANKS} up to {TILES_MAX_RANK}. Type rollout.vllm.linear_backend=auto."
@@ -346,13 +346,13 @@ def _check_engine_options(cfg: RunConfig) -> None:
     if rollout.engine != "vllm_server":
         return
     server = rollout.vllm_server
-    found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?/?", server.url)
-    if found is None:
+    address = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?/?", server.url)
+    if address is None:
         raise ConfigError(
             f"rollout.vllm_server.url={server.url} is no address of a server; allowed: http://HOST:PORT. "
             f"Type for example rollout.vllm_server.url={VllmServerConfig().url}."
         )
-    is_here = found[1] in ("localhost", "[::1]") or re.fullmatch(r"127(\.\d{1,3}){3}", found[1]) is not None
+    is_here = address[1] in ("localhost", "[::1]") or re.fullmatch(r"127(\.\d{1,3}){3}", address[1]) is not None
     if not is_here and server.adapter_dir is None:  # the server reads the adapter from a shared folder
         raise ConfigError(
             f"rollout.vllm_server.url={server.url} is another host, and the server reads the adapter's files itself. "

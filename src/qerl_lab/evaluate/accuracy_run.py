@@ -167,8 +167,8 @@ def answer_missing_parts(
             try:
                 rows, _ = ask_questions(sampler, learner, task, questions, count, sampling, bar.advance)
             except EngineFailed as error:
-                said = first_line(error).rstrip(".")
-                raise ValueError(f"{said}. The same command goes on where it stopped.") from error
+                reason = first_line(error).rstrip(".")
+                raise ValueError(f"{reason}. The same command goes on where it stopped.") from error
             except FloatingPointError as error:
                 raise ValueError(f"{error}, so the answers to {task.name} would be random.") from error
             if "grading" in identity:

@@ -81,12 +81,12 @@ def run(a_path: str, b_path: str) -> None:
     a, b = read_arm(a_path), read_arm(b_path)
     pairs, notes = pair_evaluations(a, b)
     groups, left_out = shared_groups(pairs)
-    found = list(differences(pairs, groups))
+    compared = list(differences(pairs, groups))
     for name, arm, path in (("A", a, a_path), ("B", b, b_path)):
         subject, seeds = next(iter(arm.values())).about["subject"], ", ".join(map(str, arm))
         where = "" if subject.endswith(f" {path}") else f" ({path})"
         print(f"{name}: {subject}{where}, seed{'s' if len(arm) > 1 else ''} {seeds}")
-    print(f"\n{table(found)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
+    print(f"\n{table(compared)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
     for note in [*notes, *left_out]:
         print(f"note: {note}")
 
@@ -104,23 +104,23 @@ def read_arm(path: str) -> dict[int, Evaluated]:
             f"{top} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_override('run', top)} "
             "first, or the directory that it wrote."
         )
-    found: dict[int, Evaluated] = {}
+    by_seed: dict[int, Evaluated] = {}
     for folder in folders:
         about = read_json(folder / ABOUT, dict)
         if about.get("schema") != SCHEMA:
             raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
-        first, seed = next(iter(found.values())).about if found else about, int(about["run_seed"])
+        first, seed = next(iter(by_seed.values())).about if by_seed else about, int(about["run_seed"])
         mine, others = identity_of(about), identity_of(first)
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
         differ += differing_keys(about["arm"], first["arm"])
-        if seed in found or differ:
+        if seed in by_seed or differ:
             why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {seed}, as the run has it"
             raise ConfigError(
                 f"{path} holds several evaluations that are not the seeds of one arm: {format_path(folders[0])} and "
                 f"{format_path(folder)}, {why}. Type the directory of one."
             )
-        found[seed] = Evaluated(about, pd.read_parquet(folder / ROWS))
-    return found
+        by_seed[seed] = Evaluated(about, pd.read_parquet(folder / ROWS))
+    return by_seed
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,15 +178,15 @@ def shared_groups(pairs: Pairs) -> tuple[list[Group], list[str]]:
     """
     notes = list[str]()
     every = [rows_by_group(evaluated) for pair in pairs for evaluated in pair]
-    found = dict.fromkeys(group for rows in every for group in rows)
+    groups = dict.fromkeys(group for rows in every for group in rows)
     if all(evaluated.about["own_is_common"] for pair in pairs for evaluated in pair):
         notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
-        found = dict.fromkeys(group for group in found if group[1] == OWN)
-    shared = [group for group in found if all(group in rows for rows in every)]
+        groups = dict.fromkeys(group for group in groups if group[1] == OWN)
+    shared = [group for group in groups if all(group in rows for rows in every)]
     if not shared:
         a, b = ("; ".join(", ".join(group) for group in rows) for rows in every[:2])
         raise ConfigError(f"A has {a} and B {b}, so that they are no pairs. Evaluate B again as A was.")
-    for group in found:
+    for group in groups:
         if group not in shared:
             advice = f"; type {COMMON}=true when you evaluate" if group[1] == COMMON else ""
             notes.append(f"{', '.join(group)}: not in every evaluation, and left out{advice}")

@@ -52,8 +52,8 @@ class Arm(NamedTuple):
     @property
     def name(self) -> str:
         """Name in the results: format, recorded options that differ from the default, and method."""
-        usual, own = FormatConfig(), asdict(self.weight_format)
-        changed = {key: value for key, value in own.items() if value not in (None, getattr(usual, key))}
+        usual, values = FormatConfig(), asdict(self.weight_format)
+        changed = {key: value for key, value in values.items() if value not in (None, getattr(usual, key))}
         options = [f"{key}={spell_value(value)}" for key, value in changed.items()]
         return " ".join([self.weight_format.NAME, *options, self.method])
 
@@ -260,10 +260,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         means = (row["entropy"]["mean"], row["entropy_forking"], row["entropy_rest"])
         cells = [row_name(row), *(f"{mean:.4f}" for mean in means)]
         if row["arm"] != "dense":
-            found = row["entropy_change"]
+            change = row["entropy_change"]
             cells += [
-                f"{found['mean']:+.4f} {format_interval(found['low'], found['high'], '{:+.4f}'.format)}",
-                f"{found['p']:.3f}" if found["p"] >= 0.001 else f"{found['p']:.0g}",
+                f"{change['mean']:+.4f} {format_interval(change['low'], change['high'], '{:+.4f}'.format)}",
+                f"{change['p']:.3f}" if change["p"] >= 0.001 else f"{change['p']:.0g}",
                 f"{row['kl']['mean']:.5f}",
                 f"{row['weight_error']['relative']:.5f}",
             ]

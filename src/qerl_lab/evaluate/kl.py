@@ -58,15 +58,15 @@ def hidden_states(model: PreTrainedModel, pairs: Pairs, batch_size: int | None =
 
     Each forward pass takes `batch_size` texts (all by default), padded on the right.
     """
-    size, found = batch_size or len(pairs), []
+    size, states_of_batches = batch_size or len(pairs), []
     for batch in (pairs[begin : begin + size] for begin in range(0, len(pairs), size)):
         texts = [torch.tensor(given + compared) for given, compared in batch]
         ids = pad_sequence(texts, batch_first=True).to(model.device)
         mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).to(model.device)
         states = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         spans = [slice(len(given) - 1, len(given) + len(compared) - 1) for given, compared in batch]
-        found.append(torch.cat([row[span] for row, span in zip(states, spans, strict=True)]))
-    return torch.cat(found)
+        states_of_batches.append(torch.cat([row[span] for row, span in zip(states, spans, strict=True)]))
+    return torch.cat(states_of_batches)
 
 
 def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -> Iterator[Tensor]:

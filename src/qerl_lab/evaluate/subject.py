@@ -59,8 +59,8 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
     Other options that are not None replace the settings of the run. Raises ConfigError if the run or model is missing
     or does not fit the options, or if prompt and completion can exceed the context of a model on this machine.
     """
-    found = _resolve_run(options) if options.run else _resolve_model(options)
-    cfg = found.cfg
+    subject = _resolve_run(options) if options.run else _resolve_model(options)
+    cfg = subject.cfg
     cfg.device, cfg.gpus, cfg.rollout.engine = options.device, 1, options.rollout or cfg.rollout.engine
     for group, key in (
         (cfg, "seed"), (cfg.eval, "temperature"), (cfg.eval, "top_p"), (cfg.rollout, "batch_size"),
@@ -88,7 +88,7 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
             f"max_prompt_tokens={prompt} and max_completion_tokens={longest} are {prompt + longest} tokens, and "
             f"model.path={cfg.model.path} was made for {context}. Type max_prompt_tokens={context - longest}."
         )
-    return found
+    return subject
 
 
 def _resolve_run(options: AccuracyOptions) -> Subject:
@@ -162,11 +162,13 @@ def dequantized_subject(subject: Subject) -> Iterator[Subject]:
     """Context manager: yield the subject with its packed layers dequantized to bfloat16, in a temporary folder."""
     loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device), fits_norms=True)
     tensors = dense_tensors(loaded, torch.bfloat16)
-    own = local_folder(subject.cfg.model.path, subject.cfg.model.revision)
-    config = {key: value for key, value in read_json(own / "config.json").items() if key != "quantization_config"}
+    model_folder = local_folder(subject.cfg.model.path, subject.cfg.model.revision)
+    config = {
+        key: value for key, value in read_json(model_folder / "config.json").items() if key != "quantization_config"
+    }
     with scratch_folder(size_of(tensors)) as folder:
         save_torch_state_dict(tensors, folder)
-        copy_companions(own, folder)
+        copy_companions(model_folder, folder)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         del loaded, tensors
         model = replace(subject.cfg.model, path=str(folder), revision=None, hash=None)
@@ -180,15 +182,15 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
     If none is named, loads the run's own task (`cfg.task`). Raises ConfigError if a task cannot be read or has no
     questions.
     """
-    found, own = [], cfg.task if options.run else None
-    for chosen in [task_config(own, *split_name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
+    benchmarks, task_of_run = [], cfg.task if options.run else None
+    for chosen in [task_config(task_of_run, *split_name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
         task = load_questions(chosen, f"benchmarks={chosen.name}:")
         if not task.heldout:
             raise ConfigError(f"{task.name} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
-        found.append(replace(task, heldout=task.heldout[: options.questions or None]))
-    return found
+        benchmarks.append(replace(task, heldout=task.heldout[: options.questions or None]))
+    return benchmarks
 
 
 def load_questions(cfg: TaskConfig, prefix: str) -> Task:

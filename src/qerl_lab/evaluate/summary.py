@@ -110,7 +110,7 @@ def table(results: Sequence[Summary]) -> str:
         cells += [f"{result['accuracy']:.3f} [{result['low']:.3f}, {result['high']:.3f}]"]
         cells += ["-" if error is None else f"{error:.3f}"]
         if is_sampled:
-            passes = (f"@{k} {found['mean']:.3f}" for k, found in result["pass_at"].items() if k != "1")
+            passes = (f"@{k} {estimate['mean']:.3f}" for k, estimate in result["pass_at"].items() if k != "1")
             answers = result.get("answer_entropy")  # unknown in an older evaluation
             cells += ["  ".join(passes) or "-", "-" if answers is None else f"{answers:.3f}"]
         cells += [f"{result['format']:.3f}", f"{result['completion_tokens']:.1f}", f"{result['truncated']:.3f}"]

@@ -24,13 +24,13 @@ def broken_laws(weight_format: Format) -> dict[str, str]:
 
     Return a dict from the name of each broken law to its error message; {} if none is broken.
     """
-    found = {}
+    broken = {}
     for law in LAWS:
         try:
             law(weight_format)
         except Exception as error:  # report any error of a new format and go on
-            found[law.__name__] = str(error) if type(error) is AssertionError else f"{type(error).__name__}: {error}"
-    return found
+            broken[law.__name__] = str(error) if type(error) is AssertionError else f"{type(error).__name__}: {error}"
+    return broken
 
 
 def packs_what_its_layout_says(weight_format: Format) -> None:

@@ -98,10 +98,10 @@ class Format(ABC):
         """
         layout = self.layout(shape)
         for key, (expected, dtype) in layout.items():
-            found = packed[key]
-            if (tuple(found.shape), found.dtype) != (expected, dtype):
+            tensor = packed[key]
+            if (tuple(tensor.shape), tensor.dtype) != (expected, dtype):
                 raise ValueError(
-                    f"{name}.{key} is {found.dtype} {list(found.shape)}, "
+                    f"{name}.{key} is {tensor.dtype} {list(tensor.shape)}, "
                     f"and {self.NAME} has {dtype} {list(expected)} there"
                 )
         return {key: packed[key] for key in layout}

@@ -42,21 +42,21 @@ class Chat:
         `messages` have keys `role` and `content`. Raises ConfigError if the template raises an error or leaves a
         message out.
         """
-        said = f"the chat template of {self.tokenizer.name_or_path}"
+        template = f"the chat template of {self.tokenizer.name_or_path}"
         try:
             text = self._apply_template(messages, tokenize=False)
             ids = self._apply_template(messages, return_dict=True)["input_ids"]
         except Exception as error:  # a template is a program and may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(
-                f"{said} refuses the questions ({kind}{in_one_line(error)}). Where it takes no system message, type "
-                "task.instruction=''."
+                f"{template} refuses the questions ({kind}{in_one_line(error)}). "
+                "Where it takes no system message, type task.instruction=''."
             ) from error
         for message in messages:
             if message["content"].strip() not in text:
                 what, remedy = LEFT_OUT[message["role"]]
                 raise ConfigError(
-                    f"{said} leaves out {what}, so that the model would never read it. {remedy}, or put a "
+                    f"{template} leaves out {what}, so that the model would never read it. {remedy}, or put a "
                     "chat_template.jinja into its directory that writes every message."
                 )
         return ids

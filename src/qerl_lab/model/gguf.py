@@ -87,15 +87,15 @@ def header(file: Path) -> Header:
     """
     try:
         with file.open("rb") as opened:
-            found = _read_header(opened, file.stat().st_size)
+            contents = _read_header(opened, file.stat().st_size)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ConfigError(f"{file} is no GGUF file, or not whole ({first_line(error)}). Download it again.") from None
-    if found.rope_scaling:
+    if contents.rope_scaling:
         raise ConfigError(
-            f"{file} scales its rotary positions ({', '.join(found.rope_scaling)}), which transformers leaves out when "
-            "it reads a GGUF file; allowed: files without such scaling. Type the path of the model as safetensors."
+            f"{file} scales its rotary positions ({', '.join(contents.rope_scaling)}), which transformers leaves out "
+            "when it reads a GGUF file; allowed: files without such scaling. Type the path of the model as safetensors."
         )
-    return found
+    return contents
 
 
 def _read_header(opened: BinaryIO, size: int) -> Header:
@@ -123,8 +123,8 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
     if opened.read(4) != b"GGUF" or read_number("I") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")
     tensors, keys = read_number("Q"), read_number("Q")
-    found = {read_text(): read_value(read_number("I")) for _ in range(keys)}
-    rope_scaling = [key for key, value in found.items() if key.endswith(".rope.scaling.type") and value != "none"]
+    metadata = {read_text(): read_value(read_number("I")) for _ in range(keys)}
+    rope_scaling = [key for key, value in metadata.items() if key.endswith(".rope.scaling.type") and value != "none"]
     parameters, end, kinds = 0, 0, Counter[str]()
     for _ in range(tensors):
         if (name := read_text()).startswith(ROPE_TENSORS):
@@ -135,13 +135,13 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
         parameters += count
         end = max(end, offset + count // per_block * block_bytes)
         kinds[kind.name] += 1
-    align = found.get("general.alignment") or 32
+    align = metadata.get("general.alignment") or 32
     end += math.ceil(opened.tell() / align) * align
     if end > size:
         raise ValueError(f"its tensors end at byte {end}, the file at {size}")
-    special = {name: found[key] for name, key in SPECIAL.items() if key in found}
-    unsplit = [n for n, kind in enumerate(found.get("tokenizer.ggml.token_type", ())) if kind == USER_DEFINED]
-    is_byte_level = found.get("tokenizer.ggml.model") == "gpt2"
+    special = {name: metadata[key] for name, key in SPECIAL.items() if key in metadata}
+    unsplit = [n for n, kind in enumerate(metadata.get("tokenizer.ggml.token_type", ())) if kind == USER_DEFINED]
+    is_byte_level = metadata.get("tokenizer.ggml.model") == "gpt2"
     return Header(parameters, dict(kinds.most_common()), special, unsplit, is_byte_level, rope_scaling)
 
 
@@ -153,19 +153,19 @@ def unpack(file: Path) -> Path:
     folder = unpacked_folder(file)
     if folder.is_dir():
         return folder
-    found = header(file)
+    contents = header(file)
     cache_folder().mkdir(parents=True, exist_ok=True)
     with exclusive(cache_folder()):  # among ranks and jobs of a sweep the first unpacks, the others wait
         if folder.is_dir():
             return folder
-        kinds = ", ".join(f"{kind} ({count})" for kind, count in found.tensor_counts.items())
-        said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
-        print(said, file=sys.stderr, flush=True)
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in contents.tensor_counts.items())
+        notice = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
+        print(notice, file=sys.stderr, flush=True)
         partial = folder.with_name(f"{folder.name}.partial")  # renamed when complete
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            _dequantize(file, partial, found)
+            _dequantize(file, partial, contents)
         except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
             shutil.rmtree(partial)
             raise ConfigError(

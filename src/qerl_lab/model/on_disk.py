@@ -72,11 +72,11 @@ def check_content(cfg: RunConfig) -> None:
     if cfg.model.hash is None:
         return
     path = Path(cfg.model.path)
-    said = f"model.path={path} was the model of model.hash={cfg.model.hash} when the run was composed"
+    recorded = f"model.path={path} was the model of model.hash={cfg.model.hash} when the run was composed"
     if not path.exists():
-        raise ConfigError(f"{said}, and is gone. Put that model there; a link to it will do.")
+        raise ConfigError(f"{recorded}, and is gone. Put that model there; a link to it will do.")
     if (found := model_hash(path)) != cfg.model.hash:
-        raise ConfigError(f"{said}, and is now the model of {found}. Put it back as it was, or start a new run.")
+        raise ConfigError(f"{recorded}, and is now the model of {found}. Put it back as it was, or start a new run.")
 
 
 def check(folder: Path, cfg: RunConfig) -> None:
@@ -84,8 +84,8 @@ def check(folder: Path, cfg: RunConfig) -> None:
     setting = f"model.path={cfg.model.path}"
     check_files(folder, setting)
     check_chat_template(folder, setting)
-    found = layers(folder)
-    _check_layer_names(found, cfg, setting)
+    model_layers = layers(folder)
+    _check_layer_names(model_layers, cfg, setting)
     config = read_json(folder / "config.json", setting)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
     name, rules = noted_rounding(folder)
@@ -111,17 +111,17 @@ def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
 
     `name` is the name of that format; `rules` has its options, such as scale_rule, by name.
     """
-    said = f"model.path={cfg.model.path} is packed in {name}"
+    packing = f"model.path={cfg.model.path} is packed in {name}"
     if name != cfg.format.name:
         arms = f"an experiment with that format, for example +experiment={name}, "
         raise ConfigError(
-            f"{said}, and format.name={cfg.format.name} was given. Type format={name}, "
+            f"{packing}, and format.name={cfg.format.name} was given. Type format={name}, "
             f"{arms if name in choices_of('experiment') else ''}or the path of the dense model."
         )
     for key, value in rules.items():
         if (given := getattr(cfg.format, key)) != value:
             raise ConfigError(
-                f"{said} with {key}={value}, and format.{key}={given} was given. "
+                f"{packing} with {key}={value}, and format.{key}={given} was given. "
                 f"Type format.{key}={str(value).lower()}."
             )
 
@@ -296,15 +296,15 @@ def layers(folder: Path) -> tuple[Layer, ...]:
 
     Raises ConfigError if an index or a header cannot be read, or there are two sets of weights.
     """
-    found = []
+    linears = []
     for file in list_weight_files(folder):
         for name, entry in read_safetensors_header(file)[0].items():
             if name != "__metadata__" and (match := _WEIGHT.match(name)):
                 # bitsandbytes stores NF4 as one column of bytes, so that only the number of weights is known
                 *rows, columns = entry["shape"]
                 weights_per_element = 2 if entry["dtype"] == "U8" else 1  # two 4-bit weights in a byte
-                found.append(Layer(match[1], (*rows, columns * weights_per_element)))
-    return tuple(found)
+                linears.append(Layer(match[1], (*rows, columns * weights_per_element)))
+    return tuple(linears)
 
 
 def parameters(folder: Path) -> int:

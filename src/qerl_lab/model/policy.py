@@ -210,22 +210,22 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     Raises ConfigError if a name in `names` fits no module, or fits a module that feeds no linear layer or cannot be
     held in float32. `path` is model.path, for the message.
     """
-    found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in names}
+    norms = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in names}
     feeding = _norms_before_linears(model)
-    missing = sorted(set(names) - {name.rpartition(".")[2] for name in found})
-    if wrong := [*missing, *(name for name in found if name not in feeding)]:
+    missing = sorted(set(names) - {name.rpartition(".")[2] for name in norms})
+    if wrong := [*missing, *(name for name in norms if name not in feeding)]:
         allowed = sorted({name.rpartition(".")[2] for name in feeding})
         remedy = f" Type aqn.norms={spell_list(allowed)}." if allowed else ""
         raise ConfigError(
             f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the "
             f"norms before q, k, v and gate, up; allowed: {', '.join(allowed) or 'none of this model'}.{remedy}"
         )
-    if biased := [name for name, module in found.items() if not _can_be_float32(module)]:
+    if biased := [name for name, module in norms.items() if not _can_be_float32(module)]:
         raise ConfigError(
             f"aqn.norms={spell_list(names)}: in {path} {biased[0]} has a bias, and torch computes such a norm in one "
             "dtype, noise needs float32; allowed: norms without bias. Type model.dtype=float32, or another model."
         )
-    return found
+    return norms
 
 
 def _can_be_float32(norm: nn.Module) -> bool:
@@ -244,8 +244,8 @@ def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     try:
         noisy_norms(model, names, "")
     except ConfigError:
-        found = [name for name in _norms_before_linears(model) if _can_be_float32(model.get_submodule(name))]
-        return sorted({name.rpartition(".")[2] for name in found})
+        fitting = [name for name in _norms_before_linears(model) if _can_be_float32(model.get_submodule(name))]
+        return sorted({name.rpartition(".")[2] for name in fitting})
     return list(names)
 
 
@@ -356,8 +356,8 @@ def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        said = f"the adapter {folder / WEIGHTS} cannot be read ({in_one_line(error)})"
-        raise ConfigError(f"{said}. Put the file back as it was.") from error
+        problem = f"the adapter {folder / WEIGHTS} cannot be read ({in_one_line(error)})"
+        raise ConfigError(f"{problem}. Put the file back as it was.") from error
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:

@@ -120,10 +120,10 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
     if count is None:
         return
     on_gpu, is_dense = cfg.device != "cpu" and machine.has_gpu(), cfg.format.name == DENSE_FORMAT
-    said = f"model.path={cfg.model.path} has {count:,} parameters"
+    model_size = f"model.path={cfg.model.path} has {count:,} parameters"
     if not on_gpu and cfg.device == "auto" and count >= TOO_MANY_FOR_A_CPU:
         raise ConfigError(
-            f"{said}, and this machine shows no GPU: a step would take hours. Type model=qwen2_5_0_5b or another "
+            f"{model_size}, and this machine shows no GPU: a step would take hours. Type model=qwen2_5_0_5b or another "
             f"small model, or device=cpu to run it all the same."
         )
     dense_bytes = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
@@ -139,7 +139,7 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
         elif is_dense or not on_gpu:
             remedy = ", or format=nvfp4 with format.dense_cache=off"
         raise ConfigError(
-            f"{said}, which take {needed / GIB:.1f} GiB with {setting}, and {place} has {held / GIB:.1f} GiB. "
+            f"{model_size}, which take {needed / GIB:.1f} GiB with {setting}, and {place} has {held / GIB:.1f} GiB. "
             f"Type a smaller model{remedy}."
         )
 

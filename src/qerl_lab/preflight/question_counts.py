@@ -25,19 +25,19 @@ def check(cfg: RunConfig) -> list[str]:
     """
     tasks.check_trains(cfg.task)
     has_own_questions = cfg.task.module is not None and not tasks.is_on_the_hub(cfg.task)
-    said = list[str]()
+    notes = list[str]()
     if cfg.model.path == POCKET and cfg.task.name != ARITHMETIC and not has_own_questions:
-        said.append(
+        notes.append(
             f"model={POCKET} was trained on task={ARITHMETIC} alone: expect no right answer to task={cfg.task.name}, "
             "and nothing to learn but the format. "
             "Type scale=smollm2, or scale=custom model.path=DIR, for a language model"
         )
     if not are_questions_here(cfg):
-        return said
+        return notes
     if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
         return check_counts(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
-    found = _load_task(json.dumps(asdict(cfg.task)))
-    return [*said, *found.warnings, *check_counts(cfg, len(found.train), len(found.heldout))]
+    task = _load_task(json.dumps(asdict(cfg.task)))
+    return [*notes, *task.warnings, *check_counts(cfg, len(task.train), len(task.heldout))]
 
 
 def recorded_questions(cfg: RunConfig) -> Mapping[str, Any]:
@@ -77,12 +77,12 @@ def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
         raise ConfigError(
             f"{source} has {heldout} held-out questions, and an evaluation needs two. {remedy} {unasked}."
         )
-    said = []
+    notes = []
     if cfg.eval.questions > heldout:
-        said.append(f"eval.questions={cfg.eval.questions}: there are {heldout:,}, all of them are asked")
+        notes.append(f"eval.questions={cfg.eval.questions}: there are {heldout:,}, all of them are asked")
     if cfg.task.train_questions > train:
-        said.append(f"task.train_questions={cfg.task.train_questions}: there are {train:,}, all of them are used")
-    return said
+        notes.append(f"task.train_questions={cfg.task.train_questions}: there are {train:,}, all of them are used")
+    return notes
 
 
 def overrides_without_evaluation(cfg: RunConfig) -> str:

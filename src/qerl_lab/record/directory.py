@@ -193,13 +193,13 @@ class RunDirectory:
         if self.status != "failed" or (rank and ended_with < 0):
             process = rank or "the process"
             if ended_with == -signal.SIGKILL:
-                said = f"Killed: signal 9 (SIGKILL) ended {process}, as the system does when memory runs out"
+                reason = f"Killed: signal 9 (SIGKILL) ended {process}, as the system does when memory runs out"
             elif ended_with < 0:
-                said = f"Killed: signal {-ended_with} ({signal.strsignal(-ended_with)}) ended {process}"
+                reason = f"Killed: signal {-ended_with} ({signal.strsignal(-ended_with)}) ended {process}"
             else:
-                said = f"NoRecord: {process} ended with status {ended_with} without writing DONE or FAILED"
-                said += "; see its messages"
-            self.fail(f"{said}\n")
+                reason = f"NoRecord: {process} ended with status {ended_with} without writing DONE or FAILED"
+                reason += "; see its messages"
+            self.fail(f"{reason}\n")
             return FAILURE
         return USAGE if ended_with == USAGE else FAILURE
 

@@ -69,11 +69,11 @@ def environment(typed: TypedCommand | None = None) -> dict[str, Any]:
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Map the name of each package that is installed to its version. A checkout on PYTHONPATH does not count."""
-    found = {}
+    versions = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _describe_gpus() -> list[dict[str, Any]]:

@@ -252,8 +252,8 @@ def _decode_line(values: Any) -> MetricsLine:
     """Check a parsed line of metrics.jsonl, and turn null into NaN. Raises ValueError for anything else."""
     match values:
         case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)}:
-            found = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
-            return {"step": step, "time": float(when), "metrics": found}
+            numbers = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
+            return {"step": step, "time": float(when), "metrics": numbers}
     raise ValueError("no step, time and metrics")
 
 
@@ -266,10 +266,12 @@ def check_steps(lines: Iterable[MetricsLine], steps: int) -> None:
     Checks up to the last step in `lines` if that is later. A training line has a metric outside of eval/. Duplicates
     mean that two processes wrote the file, which can happen on a file system without locks.
     """
-    found = Counter(line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"]))
-    steps = max(steps, *found, 0)
-    if missing := [step for step in range(1, steps + 1) if step not in found]:
+    times_by_step = Counter(
+        line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"])
+    )
+    steps = max(steps, *times_by_step, 0)
+    if missing := [step for step in range(1, steps + 1) if step not in times_by_step]:
         raise ConfigError(f"{METRICS_FILE.name} lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
-    if twice := sorted(step for step, times in found.items() if times > 1):
+    if twice := sorted(step for step, times in times_by_step.items() if times > 1):
         many = with_noun(len(twice), "step")
         raise ConfigError(f"{METRICS_FILE.name} has {many} more than once, the first of them {twice[0]}")

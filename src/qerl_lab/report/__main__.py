@@ -41,30 +41,30 @@ def report(options: ReportOptions) -> None:
             f"bench={','.join(options.bench)} does nothing without out. Type for example out=results/NAME."
         )
     sources = [Path(source).expanduser() for source in options.sweep]
-    found = comparison.read(sources, may_be_empty=bool(options.out))
+    compared = comparison.read(sources, may_be_empty=bool(options.out))
     if options.out:
         from qerl_lab.report import page  # matplotlib takes another
 
         folder = Path(options.out).expanduser()
         make_directory(folder, f"out={folder}")
-        own = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
-        if own and not (folder / CLAIMS).exists():
-            for other in own[1:]:
-                if other.read_bytes() != own[0].read_bytes():
+        claims_files = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
+        if claims_files and not (folder / CLAIMS).exists():
+            for other in claims_files[1:]:
+                if other.read_bytes() != claims_files[0].read_bytes():
                     raise ConfigError(
-                        f"{format_path(own[0])} and {format_path(other)} hold different claims; allowed: one file. "
-                        f"Copy the one to test to {format_path(folder / CLAIMS)}."
+                        f"{format_path(claims_files[0])} and {format_path(other)} hold different claims; "
+                        f"allowed: one file. Copy the one to test to {format_path(folder / CLAIMS)}."
                     )
-            replace_file(folder / CLAIMS, own[0].read_bytes())
-            print(f"claims: those of {format_path(own[0])}, copied to {format_path(folder)}")
-        written = page.write(folder, found, options.baseline, [Path(file).expanduser() for file in options.bench])
+            replace_file(folder / CLAIMS, claims_files[0].read_bytes())
+            print(f"claims: those of {format_path(claims_files[0])}, copied to {format_path(folder)}")
+        written = page.write(folder, compared, options.baseline, [Path(file).expanduser() for file in options.bench])
         size = sum(path.stat().st_size for path in written)
         print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
-    if found.arms:
-        baseline = comparison.baseline_of(list(found.arms), options.baseline)
-        print(comparison.text(found, baseline))
+    if compared.arms:
+        baseline = comparison.baseline_of(list(compared.arms), options.baseline)
+        print(comparison.text(compared, baseline))
     else:
-        print("\n  ".join(["No run finished:", *found.left_out]))
+        print("\n  ".join(["No run finished:", *compared.left_out]))
 
 
 @dataclass
@@ -87,25 +87,25 @@ def verdicts(options: VerdictsOptions) -> None:
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
     sources = [Path(source).expanduser() for source in options.sweep]
-    found = comparison.read(sources, may_be_empty=bool(options.out))
+    compared = comparison.read(sources, may_be_empty=bool(options.out))
     folder = Path(options.out).expanduser() if options.out else None
     if folder and (folder / results.RUNS).exists():
         there = comparison.compare(*results.read(folder))
         # by key, because the name of a run is its path as it was typed
-        if {run_key(run) for run in there.runs} != {run_key(run) for run in found.runs}:
+        if {run_key(run) for run in there.runs} != {run_key(run) for run in compared.runs}:
             advice = "Type another out="
             if folder.resolve() in {source.resolve() for source in sources}:  # nothing is lost
                 whole = f"python -m qerl_lab.report {shlex.join(options.sweep)} {shell_override('out', folder)}"
                 advice += f", or make all of it: {whole}"
             raise ConfigError(f"out={folder} holds results of other runs than these verdicts. {advice}")
-    rows = judge(found.counted, found.runs, read or None)
-    print(verdict_tables.text(found, rows))
+    rows = judge(compared.counted, compared.runs, read or None)
+    print(verdict_tables.text(compared, rows))
     if folder:
         make_directory(folder, f"out={folder}")
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
-        replace_file(folder / "verdicts.json", verdict_tables.as_json(found, rows, line).encode())
-        replace_file(folder / "verdicts.md", verdict_tables.markdown(found, rows, line).encode())
+        replace_file(folder / "verdicts.json", verdict_tables.as_json(compared, rows, line).encode())
+        replace_file(folder / "verdicts.md", verdict_tables.markdown(compared, rows, line).encode())
         print(f"\nwritten: {format_path(folder)}  (verdicts.json, verdicts.md)")
 
 

@@ -117,8 +117,8 @@ def with_ratios(
     ratio is nan where the baseline has no such row.
     """
     for name, is_baseline in baselines.items():
-        own = rows[is_baseline].drop_duplicates(key)[[*key, value]].rename(columns={value: f"of_{name}"})
-        rows = rows.merge(own, on=[*key], how="left")
+        of_baseline = rows[is_baseline].drop_duplicates(key)[[*key, value]].rename(columns={value: f"of_{name}"})
+        rows = rows.merge(of_baseline, on=[*key], how="left")
         rows[f"of_{name}"] = rows[value] / rows[f"of_{name}"]
     return rows
 
@@ -143,19 +143,19 @@ def notes(rows: pd.DataFrame) -> list[str]:
 
     These are settings of `SETTINGS` that differ, and GPU clocks that differ by more than the share `CLOCKS_APART`.
     """
-    found = []
+    sentences = []
     for name in [name for name in SETTINGS if name in rows]:
         values = rows[name].dropna().convert_dtypes().astype(str)
         arms = rows["arm"].groupby(values, sort=False).unique()
         if len(arms) > 1:
             parts = (f"{value} in {', '.join(names)}" for value, names in arms.items())
-            found.append(f"{name} differs: {'; '.join(parts)}")
+            sentences.append(f"{name} differs: {'; '.join(parts)}")
     clocks = rows.get("sm_mhz", pd.Series(dtype=float)).dropna()
     if len(clocks) and clocks.max() > (1 + CLOCKS_APART) * clocks.min():
-        found.append(
+        sentences.append(
             f"the GPU's clock was between {clocks.min():,.0f} and {clocks.max():,.0f} MHz (sm_mhz of each row)"
         )
-    return found
+    return sentences
 
 
 def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:

@@ -174,27 +174,27 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
     This function and the functions below raise ValueError for an invalid field.
     """
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
-    own = check_fields(values, OF_CLAIM, OPTIONAL_OF_CLAIM, where)
-    rail = own.get("guardrail")
+    fields = check_fields(values, OF_CLAIM, OPTIONAL_OF_CLAIM, where)
+    rail = fields.get("guardrail")
     if rail is not None:
         rail = check_fields(rail, OF_GUARDRAIL, {}, f"{where}, guardrail")
         rail = Guardrail(rail["measure"], parse_number(rail["margin"], f"{where}, guardrail: margin"))
-    for name in (own["measure"], *([rail.measure] if rail else [])):
+    for name in (fields["measure"], *([rail.measure] if rail else [])):
         if name not in MEASURES:
             raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
-    if own["direction"] not in (-1, 0, 1):
-        raise ValueError(f"{where}: direction {own['direction']} is none of -1, 0, 1")
-    smallest = parse_number(own["smallest"], f"{where}: smallest", 1 if MEASURES[own["measure"]].ratio else 0)
-    if own.get("best_of") and own.get("mean_over"):
+    if fields["direction"] not in (-1, 0, 1):
+        raise ValueError(f"{where}: direction {fields['direction']} is none of -1, 0, 1")
+    smallest = parse_number(fields["smallest"], f"{where}: smallest", 1 if MEASURES[fields["measure"]].ratio else 0)
+    if fields.get("best_of") and fields.get("mean_over"):
         raise ValueError(f"{where} has both best_of and mean_over")
-    spanned_keys = [own[field] for field in ("best_of", "mean_over") if own.get(field)]
-    for key in (*own["free"], *spanned_keys):
+    spanned_keys = [fields[field] for field in ("best_of", "mean_over") if fields.get(field)]
+    for key in (*fields["free"], *spanned_keys):
         _check_key(key, where, KEYS_AND_GROUPS)
-    if not own["contrasts"]:
+    if not fields["contrasts"]:
         raise ValueError(f"{where}: contrasts is empty, and there is nothing to compare")
-    contrasts = tuple(_parse_contrast(entry, arms, where) for entry in own["contrasts"])
-    own |= {"contrasts": contrasts, "free": tuple(own["free"]), "guardrail": rail, "smallest": smallest}
-    return Claim(**own | {"added": str(own.get("added", ""))}, file=file)
+    contrasts = tuple(_parse_contrast(entry, arms, where) for entry in fields["contrasts"])
+    fields |= {"contrasts": contrasts, "free": tuple(fields["free"]), "guardrail": rail, "smallest": smallest}
+    return Claim(**fields | {"added": str(fields.get("added", ""))}, file=file)
 
 
 def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
@@ -202,14 +202,14 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
 
     Raises ValueError for an unknown arm, and if the paper lacks a number of `printed`.
     """
-    own = check_fields(values, OF_CONTRAST, OPTIONAL_OF_CONTRAST, f"{where}, a contrast")
-    for name in (own["treated"], own["control"]):
+    fields = check_fields(values, OF_CONTRAST, OPTIONAL_OF_CONTRAST, f"{where}, a contrast")
+    for name in (fields["treated"], fields["control"]):
         if name not in arms:
             raise ValueError(f"{where}: {name} is none of the arms.{did_you_mean(name, list(arms))}")
-    if own["treated"] == own["control"]:
-        raise ValueError(f"{where}: {own['treated']} is compared with itself; write two arms")
+    if fields["treated"] == fields["control"]:
+        raise ValueError(f"{where}: {fields['treated']} is compared with itself; write two arms")
     printed = []
-    for row in own.get("printed", ()):
+    for row in fields.get("printed", ()):
         row = check_fields(row, OF_PRINTED, {}, f"{where}, printed")
         for columns in row.values():
             check_fields(columns, dict.fromkeys(columns, TEXT), {}, f"{where}, printed")
@@ -219,7 +219,9 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
                 reference.select_row(**{str(column): cell for column, cell in columns.items()})
             except KeyError as error:
                 raise ValueError(f"{where}, printed: {error.args[0]}") from None
-    return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
+    return Contrast(
+        fields["treated"], fields["control"], arms[fields["treated"]], arms[fields["control"]], tuple(printed)
+    )
 
 
 def _check_key(key: Any, where: str, known: Collection[str]) -> None:

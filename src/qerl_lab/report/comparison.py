@@ -72,10 +72,10 @@ def read(folders: Sequence[Path], may_be_empty: bool = False) -> Comparison:
 
     Raises ConfigError if no run counts, unless with `may_be_empty` there are unfinished or damaged runs to list.
     """
-    found = compare(*results.read_all(folders))
-    if not found.arms and not (may_be_empty and found.left_out):
-        raise ConfigError("no run counts:\n  " + "\n  ".join(found.left_out or ["there is none"]))
-    return found
+    compared = compare(*results.read_all(folders))
+    if not compared.arms and not (may_be_empty and compared.left_out):
+        raise ConfigError("no run counts:\n  " + "\n  ".join(compared.left_out or ["there is none"]))
+    return compared
 
 
 def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:

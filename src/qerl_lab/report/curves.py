@@ -218,15 +218,15 @@ def _draw_panel(
     """
     is_line = _is_line(points, curve)
     for number, (arm, label) in enumerate(labels.items()):
-        own = points[points["arm"] == arm]
-        if own.empty:
+        points_of_arm = points[points["arm"] == arm]
+        if points_of_arm.empty:
             continue
         if is_line:
-            _draw_line(axis, own, by, label, curve, styles[arm], thin)
+            _draw_line(axis, points_of_arm, by, label, curve, styles[arm], thin)
         else:
             beside = DODGE * (number - (len(labels) - 1) / 2)
-            places = (own[STEP] > 0) + beside if by == STEP else own[by]
-            _draw_two_points(axis, own.assign(place=places), label, curve, styles[arm], thin)
+            places = (points_of_arm[STEP] > 0) + beside if by == STEP else points_of_arm[by]
+            _draw_two_points(axis, points_of_arm.assign(place=places), label, curve, styles[arm], thin)
     if is_line:
         style_panel(axis, curve.label, unit)
     elif by == STEP:

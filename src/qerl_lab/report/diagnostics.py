@@ -47,18 +47,18 @@ def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
 @styled()
 def draw_passes(comparison: Comparison) -> Figure | None:
     """Draw pass@k after training by k, a line per arm; None if no arm has pass@k. The caller closes the figure."""
-    found: dict[str, dict[int, Interval]] = {}
+    passes: dict[str, dict[int, Interval]] = {}
     for arm, runs in comparison.arms.items():
         try:
-            found[arm] = pass_at_each_k(runs)
+            passes[arm] = pass_at_each_k(runs)
         except Unmeasured:
             continue
-    if not found:
+    if not passes:
         return None
     figure, axis, looks = _create_panel(comparison)
-    for place, (arm, by_k) in enumerate(found.items()):
+    for place, (arm, by_k) in enumerate(passes.items()):
         k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
-        x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # offset, so that intervals do not overlap
+        x = k * (1 + 0.02 * (place - (len(passes) - 1) / 2))  # offset, so that intervals do not overlap
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, **looks[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(samples) for samples in k])

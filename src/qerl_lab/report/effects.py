@@ -74,15 +74,15 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
     sides, lacking = list[list[tuple[Arm, Side]]](), dict[str, int]()  # with the settings that a pair must share
     for name, settings in arms:
         wanted = {*settings.items(), *claim.file.conditions.items()}
-        own = [run for run in started if wanted <= run.settings.items()]
+        runs_of_side = [run for run in started if wanted <= run.settings.items()]
         grouped: dict[Arm, dict[str, list[Run]]] = {}  # settings without the spanned key -> its value -> runs
-        for run in own:
+        for run in runs_of_side:
             value = run.value(claim.spanned_key) if claim.spanned_key else ""
             others = tuple(item for item in run.arm if item[0] != claim.spanned_key)
             grouped.setdefault(others, {}).setdefault(value, []).append(run)
         finished = [(others, side) for others, runs in grouped.items() if (side := Side(runs)).runs]
         if not finished:
-            lacking[name] = len(own)
+            lacking[name] = len(runs_of_side)
         sides.append([
             (tuple(item for item in others if not claim.is_free(item[0])), side) for others, side in finished
         ])  # fmt: skip
@@ -241,10 +241,10 @@ def _measure_side(
 
     def measure_option(measure: str, runs: Sequence[Run]) -> Range:
         """Return the bounds of `measure` for the runs at one value of the spanned key."""
-        own = MEASURES[measure]
-        low = own.of(runs, controls).dropna(axis=1).loc[list(seeds)]
-        high = low if own.most is None else low.where(low <= own.most(runs[0]), np.inf)
-        return Range(np.log(low), np.log(high)) if own.ratio else Range(low, high)
+        definition = MEASURES[measure]
+        low = definition.of(runs, controls).dropna(axis=1).loc[list(seeds)]
+        high = low if definition.most is None else low.where(low <= definition.most(runs[0]), np.inf)
+        return Range(np.log(low), np.log(high)) if definition.ratio else Range(low, high)
 
     options = [measure_option(measure, runs) for runs in side.finished.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]

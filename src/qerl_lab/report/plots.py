@@ -76,9 +76,9 @@ def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
     `values` maps a format to these values.
     """
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)))
-    for row, (name, found) in enumerate(values.items()):
-        axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=palette.color(name, row))
-    axis.set_yticks(range(len(values)), [f"{name}, {len(found)} values" for name, found in values.items()])
+    for row, (name, levels) in enumerate(values.items()):
+        axis.plot(levels, [row] * len(levels), "|", ms=16, mew=1.8, color=palette.color(name, row))
+    axis.set_yticks(range(len(values)), [f"{name}, {len(levels)} values" for name, levels in values.items()])
     axis.margins(x=0.04)
     axis.set(xlabel="weight, in units of the largest of its block", ylim=(len(values) - 0.4, -0.6))
     return figure
@@ -91,8 +91,8 @@ def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
     `stored` maps a format to these ratios.
     """
     figure, axes = plt.subplots(1, len(stored), figsize=(3 * len(stored), 2.6), sharex=True, squeeze=False)
-    for number, (axis, (name, found)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
-        axis.hist(found, bins=40, range=(0.75, 1.25), color=palette.color(name, number))
+    for number, (axis, (name, ratios)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
+        axis.hist(ratios, bins=40, range=(0.75, 1.25), color=palette.color(name, number))
         axis.axvline(1, color="0.3", lw=0.8)
         axis.set(title=name, xlabel="stored / exact", yticks=[])
     axes.flat[0].set_ylabel("blocks")

@@ -53,12 +53,12 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     A folder with both results and run directories is read as both, as the directories may be newer. Raises ConfigError
     for a folder with neither.
     """
-    found, damaged, directories = list[tuple[Path, Run]](), dict[str, str](), dict[Path, Path]()
+    placed_runs, damaged, directories = list[tuple[Path, Run]](), dict[str, str](), dict[Path, Path]()
     for folder in folders:
         has_results = (folder / RUNS).is_file()
         if has_results:
             runs, broken = read(folder)
-            found += [(folder, run) for run in runs]
+            placed_runs += [(folder, run) for run in runs]
             damaged |= broken
         inside = {path.resolve(): path for path in _walk_run_directories(folder)}
         if not inside and not has_results:
@@ -67,13 +67,13 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
         directories |= inside
     for path in directories.values():
         try:
-            found.append((path.parent, read_run(RunDirectory(path), format_path(path))))
+            placed_runs.append((path.parent, read_run(RunDirectory(path), format_path(path))))
         except (OSError, ValueError) as error:
             damaged[format_path(path)] = f"damaged ({in_one_line(error)})"
         except KeyError as error:
             damaged[format_path(path)] = f"damaged (it lacks {error}; another version of the lab wrote it)"
     named, first = [], dict[str, Run]()
-    for folder, run in found:
+    for folder, run in placed_runs:
         if run_key(first.setdefault(run.name, run)) != run_key(run):  # two machines call different runs runs/0
             run = replace(run, name=f"{run.name} of {format_path(folder)}")
         named.append(run)

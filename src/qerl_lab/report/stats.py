@@ -173,13 +173,13 @@ def correlation(x: pd.Series, y: pd.Series, means: int) -> Interval:
     subtracted each group's mean: the interval is wider then, since each mean takes a degree of freedom. If no degree of
     freedom is left, the interval is -1 to 1.
     """
-    found, free = float(stats.pearsonr(x, y).statistic), len(x) - means - 2
+    coefficient, free = float(stats.pearsonr(x, y).statistic), len(x) - means - 2
     if free < 1:
-        return found, -1.0, 1.0
+        return coefficient, -1.0, 1.0
     with np.errstate(divide="ignore"):  # of a correlation of 1
-        center = np.arctanh(found)
+        center = np.arctanh(coefficient)
     half = stats.norm.ppf(0.975) / np.sqrt(free)
-    return found, float(np.tanh(center - half)), float(np.tanh(center + half))
+    return coefficient, float(np.tanh(center - half)), float(np.tanh(center + half))
 
 
 def share_interval(values_Q: np.ndarray, samples: int) -> Interval:

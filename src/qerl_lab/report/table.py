@@ -84,9 +84,9 @@ def without_constant_columns(rows: Rows, heads: Iterable[str]) -> tuple[Rows, st
     """Drop columns among `heads` that have one value in all rows; return the rows and a sentence with these values."""
     head, *body = rows
     alike = {n: body[0][n] for n, name in enumerate(head) if name in set(heads) and len({row[n] for row in body}) == 1}
-    said = ", ".join(f"{head[n]} {text}" for n, text in alike.items())
+    constants = ", ".join(f"{head[n]} {text}" for n, text in alike.items())
     kept = [[cell for n, cell in enumerate(row) if n not in alike] for row in rows]
-    return kept, f" In every row: {said}." if said else ""
+    return kept, f" In every row: {constants}." if constants else ""
 
 
 def in_words(texts: Sequence[str]) -> str:

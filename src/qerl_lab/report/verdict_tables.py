@@ -185,8 +185,8 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
     for row in (row for row in rows if not row.lacks_runs):
         seeds = str(row.numbers.seeds) if row.numbers else NONE
-        said = f"{row.verdict}: {row.why}"
-        table.append([row.claim.name, name_of(row), seeds, effect_cell(row), paper_cell(row), said])
+        verdict = f"{row.verdict}: {row.why}"
+        table.append([row.claim.name, name_of(row), seeds, effect_cell(row), paper_cell(row), verdict])
     shown = [columns(table), HOW_TO_READ] if len(table) > 1 else []
     parts = [*shown, contrasts_without_runs(rows), *_basis(rows)]
     parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
@@ -213,11 +213,13 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
             "guardrail": cells["guardrail"], "preregistered": "yes" if row.is_registered else "no",
             "verdict": f"**{row.verdict}**: {row.why}",
         })  # fmt: skip
-    said = [f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()]
+    meanings = [
+        f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()
+    ]
     table = "No claim was measured."
     if shown:
         table = pipe_table([list(shown[0]), *(list(row_cells.values()) for row_cells in shown)])
-    parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(said)]
+    parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(meanings)]
     parts += [HOW_TO_READ] if shown else []
     parts += [*_basis(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []

@@ -105,12 +105,12 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
         for contrast in claim.contrasts:
             row = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
             try:
-                own = [_measure_row(row, pair) for pair in find_pairs(claim, contrast, started)]
+                rows_of_contrast = [_measure_row(row, pair) for pair in find_pairs(claim, contrast, started)]
             except Unmeasured as error:
-                own = [replace(row, why=str(error), lacks_runs=isinstance(error, NoRuns))]
-            common = set.intersection(*(set(row.context) for row in own))
-            implied = keys_implied_by_task([dict(row.context) for row in own])
-            for row in own:  # name the settings that tell the rows of a contrast apart
+                rows_of_contrast = [replace(row, why=str(error), lacks_runs=isinstance(error, NoRuns))]
+            common = set.intersection(*(set(row.context) for row in rows_of_contrast))
+            implied = keys_implied_by_task([dict(row.context) for row in rows_of_contrast])
+            for row in rows_of_contrast:  # name the settings that tell the rows of a contrast apart
                 context = (item for item in row.context if item not in common and item[0] not in implied)
                 rows.append(replace(row, context=tuple(context)))
     return set_verdicts(floor_variances(rows))
@@ -121,14 +121,14 @@ def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], 
 
     Accuracies, which the paper prints in percent, become fractions.
     """
-    found = []
+    effects = []
     for treated, control in contrast.printed:
         effect, error = reference.paper_difference(treated, control, claim.is_ratio)
         scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
         model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
         source = f"{treated['table']} {model}".strip() + (f", +-{error:g}" if error else "")
-        found.append((source, effect / scale))
-    return tuple(found)
+        effects.append((source, effect / scale))
+    return tuple(effects)
 
 
 def _measure_row(row: Row, pair: Pair) -> Row:
@@ -178,12 +178,12 @@ def floor_variances(rows: Sequence[Row]) -> list[Row]:
             family.setdefault((row.claim.family, row.claim.measure), []).append(row.judged.variances[0])
     done = []
     for row in rows:
-        if found := row.judged:
-            of_seeds, of_questions = max(found.variances[0], found.jackknife), found.variances[1]
-            if not found.censored:  # a variance may be small by luck
+        if numbers := row.judged:
+            of_seeds, of_questions = max(numbers.variances[0], numbers.jackknife), numbers.variances[1]
+            if not numbers.censored:  # a variance may be small by luck
                 of_seeds = max(of_seeds, float(np.median(family[row.claim.family, row.claim.measure])))
-            found = replace(found, variances=(of_seeds, of_questions))
-            row = replace(row, numbers=replace(found, p=p_values(found, row.claim)))
+            numbers = replace(numbers, variances=(of_seeds, of_questions))
+            row = replace(row, numbers=replace(numbers, p=p_values(numbers, row.claim)))
         done.append(row)
     return done
 
@@ -303,19 +303,19 @@ def _reservations(row: Row, numbers: Numbers, reached: Verdict) -> list[str]:
 
     `reached` is the verdict, or for an undecided contrast the one that more seeds would reach.
     """
-    claim, found = row.claim, list[str]()
+    claim, limits = row.claim, list[str]()
     if numbers.censored:
-        found.append(f"censored seeds: {numbers.censored} of {numbers.seeds}")
+        limits.append(f"censored seeds: {numbers.censored} of {numbers.seeds}")
     if claim.guardrail and numbers.guardrail in (BROKEN, OPEN):
         state = f"broken: lower by more than {claim.guardrail.margin:g}" if numbers.guardrail == BROKEN else "open"
-        found.append(f"guardrail {claim.guardrail.measure} is {state}")
+        limits.append(f"guardrail {claim.guardrail.measure} is {state}")
     if claim.direction and reached in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
         small = [
             f"{claim.spell(value)} ({where})" for where, value in row.printed
             if claim.direction * (math.log(value) if claim.is_ratio else value) < claim.margin
         ]  # fmt: skip
         if small:
-            found.append(
+            limits.append(
                 f"this cannot contradict the paper's {', '.join(small)}, which is below {claim.smallest_as_text}"
             )
-    return found
+    return limits

@@ -92,8 +92,8 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
     questions of the kind `training`.
     """
     functions = _functions(cfg, training)
-    found = [functions[training](cfg) if training else [], functions["heldout"](cfg)]
-    train, heldout = (each if isinstance(each, Questions) else Questions(each) for each in found)
+    question_lists = [functions[training](cfg) if training else [], functions["heldout"](cfg)]
+    train, heldout = (each if isinstance(each, Questions) else Questions(each) for each in question_lists)
     asked = {wording(question.prompt) for question in heldout}
     kept = [question for question in train if wording(question.prompt) not in asked]
     shared = [question for question in train if wording(question.prompt) in asked]
@@ -135,8 +135,8 @@ def check_trains(cfg: TaskConfig) -> None:
 
 def is_on_the_hub(cfg: TaskConfig) -> bool:
     """Tell whether the task has its questions from the Hugging Face hub by default, that is, without task.path."""
-    own = module_file.load(cfg, {}) if cfg.module else {}
-    return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= own.keys()
+    functions = module_file.load(cfg, {}) if cfg.module else {}
+    return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= functions.keys()
 
 
 def makes_questions(cfg: TaskConfig) -> bool:

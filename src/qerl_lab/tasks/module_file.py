@@ -79,47 +79,47 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
     Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS or names
     another metric of the reward.
     """
-    said = f"task.module={cfg.module}: weights(cfg)"
+    where = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
         isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
         for part, weight in given.items()
     ):
-        raise ConfigError(f"{said} must return a dict of a number for each part, and returned {given!r:.80}.")
+        raise ConfigError(f"{where} must return a dict of a number for each part, and returned {given!r:.80}.")
     if shared := sorted(set(given) & set(PARTS)):
         raise ConfigError(
-            f"{said} weighs {', '.join(shared)}; allowed: further parts. Type task.format_reward=X "
+            f"{where} weighs {', '.join(shared)}; allowed: further parts. Type task.format_reward=X "
             "or task.answer_reward=X."
         )
     if taken := sorted(part for part in given if f"reward/{part}" in METRICS):
         raise ConfigError(
-            f"{said} weighs {', '.join(taken)}, but reward/{taken[0]} is another metric of the run. Rename the part."
+            f"{where} weighs {', '.join(taken)}, but reward/{taken[0]} is another metric of the run. Rename the part."
         )
     return set(given)
 
 
 def _checked_questions(
-    said: str, function: Callable[..., Any], notes: Sequence[str]
+    where: str, function: Callable[..., Any], notes: Sequence[str]
 ) -> Callable[[TaskConfig], list[Question]]:
     """Wrap a function that returns questions: the wrapper raises ConfigError for invalid questions or equal ids.
 
-    `said` names the function in error messages. The wrapper adds `notes` to the notes of the questions.
+    `where` names the function in error messages. The wrapper adds `notes` to the notes of the questions.
     """
 
     def checked(cfg: TaskConfig) -> list[Question]:
-        found = function(cfg)
-        if not isinstance(found, list) or not all(isinstance(question, Question) for question in found):
-            raise ConfigError(f"{said} must return a list of qerl_lab.tasks.Question.")
-        if len({question.id for question in found}) < len(found):
-            raise ConfigError(f"{said} returned two questions of one id.")
-        for question in found:
-            returned = f"{said} returned the question {question.id!r:.80};"
+        questions = function(cfg)
+        if not isinstance(questions, list) or not all(isinstance(question, Question) for question in questions):
+            raise ConfigError(f"{where} must return a list of qerl_lab.tasks.Question.")
+        if len({question.id for question in questions}) < len(questions):
+            raise ConfigError(f"{where} returned two questions of one id.")
+        for question in questions:
+            returned = f"{where} returned the question {question.id!r:.80};"
             if not all(isinstance(text, str) for text in (question.id, question.prompt, question.answer)):
                 raise ConfigError(f"{returned} its id, prompt and answer must be text.")
             try:
                 json.dumps(dict(question.payload))
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{returned} its payload must be what JSON holds: {first_line(error)}.") from error
-        known = found if isinstance(found, Questions) else Questions(found)
+        known = questions if isinstance(questions, Questions) else Questions(questions)
         return Questions(known, known.left_out, [*known.notes, *notes])
 
     return checked
@@ -141,22 +141,22 @@ def _checked_grade(
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
         import numpy as np
 
-        said = f"task.module={module}: grade(texts, questions)"
+        where = f"task.module={module}: grade(texts, questions)"
         try:
             given = function(texts, questions)
         except Exception as error:  # the user's code can raise anything
-            raise GraderFailed(f"{said} raised {_describe_error(error, module)}.") from error
+            raise GraderFailed(f"{where} raised {_describe_error(error, module)}.") from error
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
             keys = f"the keys {', '.join(map(str, given)) or 'none'}" if isinstance(given, dict) else f"{given!r:.80}"
             raise ConfigError(
-                f"{said} must return a dict of scores with the keys format and answer, and returned {keys}."
+                f"{where} must return a dict of scores with the keys format and answer, and returned {keys}."
             )
         if unknown := sorted(set(given) - {*PARTS, *weighted}):
             raise ConfigError(
-                f"{said} returned {', '.join(unknown)}, for which weights(cfg) of the file has no weight."
+                f"{where} returned {', '.join(unknown)}, for which weights(cfg) of the file has no weight."
             )
         if are_required and (missing := sorted(weighted - set(given))):
-            raise ConfigError(f"{said} did not return {', '.join(missing)}, for which weights(cfg) has a weight.")
+            raise ConfigError(f"{where} did not return {', '.join(missing)}, for which weights(cfg) has a weight.")
         scores: Scores = {}
         for part, values in given.items():
             try:
@@ -166,7 +166,7 @@ def _checked_grade(
             if scores[part].shape != (len(texts),) or not ((scores[part] >= 0) & (scores[part] <= 1)).all():
                 count = f" {scores[part].size}:" if scores[part].ndim == 1 and len(texts) != scores[part].size else ""
                 raise ConfigError(
-                    f"{said} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}, "
+                    f"{where} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}, "
                     f"and returned{count} {reprlib.repr(values)}."
                 )
         return scores

@@ -39,9 +39,9 @@ class Source:
 
     def split(self, of_heldout: bool) -> str:
         """Return the name of the split for the training or held-out questions."""
-        found = self.test if of_heldout and self.test else self.train
-        assert found is not None, f"{self.hub_id} has no training split"
-        return found
+        split = self.test if of_heldout and self.test else self.train
+        assert split is not None, f"{self.hub_id} has no training split"
+        return split
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Row:
 
     def value(self, role: str) -> Any:
         """Return the value, of any type, in the column for `role`, e.g. "question". Raises BadRow if it is missing."""
-        found: Any = self.values
+        value: Any = self.values
         for part in self.columns[role].split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found is None:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None:
             raise BadRow(f"has no {self.columns[role]!r}; it has {sorted(map(str, self.values))}")
-        return found
+        return value
 
     def text(self, role: str) -> str:
         """Return the text in the column for `role`. Raises BadRow if the value is missing, blank or not a text."""
@@ -72,10 +72,10 @@ class Row:
 
         Raises BadRow if the value is missing, blank, or neither a number nor a text.
         """
-        found = self.value(role)
-        if isinstance(found, float) and found.is_integer():
-            found = int(found)
-        return str(found) if type(found) in (int, float) else self.text(role).strip()
+        value = self.value(role)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        return str(value) if type(value) in (int, float) else self.text(role).strip()
 
 
 def as_text(value: Any, column: str) -> str:
@@ -146,8 +146,8 @@ def reword_path_error(error: ConfigError, prefix: str) -> ConfigError:
 
     Such a command has no keys task.columns.*, so the new message does not propose them.
     """
-    said = str(error).replace("Check task.path.", f"Check {prefix}PATH.").replace("task.path=", prefix)
-    return ConfigError(re.sub(r"Check task\.path .*", f"Check {prefix}PATH and the names of its columns.", said))
+    message = str(error).replace("Check task.path.", f"Check {prefix}PATH.").replace("task.path=", prefix)
+    return ConfigError(re.sub(r"Check task\.path .*", f"Check {prefix}PATH and the names of its columns.", message))
 
 
 def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located]:

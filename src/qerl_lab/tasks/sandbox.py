@@ -70,8 +70,8 @@ def _start(module: str, function: str, seconds: float) -> Worker:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     if worker.stdout.readline() != READY:  # type: ignore[union-attr]
-        said = worker.communicate()[1].decode(errors="replace")[-2000:]
-        raise RuntimeError(f"{module} cannot be used in a worker process:\n{said}")
+        errors = worker.communicate()[1].decode(errors="replace")[-2000:]
+        raise RuntimeError(f"{module} cannot be used in a worker process:\n{errors}")
     return worker
 
 

@@ -121,12 +121,12 @@ def plan(options: PlanOptions) -> None:
     names = dict.fromkeys(row["run"] for row in queue.of_another_preregistration())
     past, here = [name for name in names if name not in known], [name for name in names if name in known]
     made = f"made under another {PREREGISTRATION}"
-    for named, said in (
+    for named, description in (
         (past, f"{made} and used by no verdict"),
         (here, f"of this queue {made}; to make such a run under the present file, take its row out of ledger.csv"),
     ):
         if named:
-            print(f"{with_noun(len(named), 'run')} {said}: {', '.join(named)}")
+            print(f"{with_noun(len(named), 'run')} {description}: {', '.join(named)}")
     spent = 0.0
     for planned in all_left:
         needed, remaining = queue.estimate_seconds(planned) / at_once / 60, options.minutes - spent
@@ -290,8 +290,10 @@ class Machine:
                 words.append(f"run_dir={run.path}")
             code = self._call(planned, ["-m", "qerl_lab", *words], visible)
             if code == USAGE and not run.is_claimed:
-                said = self.console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'the command printed nothing'}")
+                console = self.console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                raise ConfigError(
+                    f"{planned.key} was refused: {console[-1] if console else 'the command printed nothing'}"
+                )
             if not run.is_claimed:
                 self.died[planned.key] = code
         failed = run.status == FAILED and code in (FAILURE, USAGE)  # another code: FAILED is from an attempt before

@@ -132,20 +132,20 @@ class Queue:
         QUEUE.yaml. Other ledger rows do not count, because their runs had other settings, such as another scale.
         """
         made = {run.key: run for run in self.runs}
-        own, wanted = planned.config, f" of {len(planned.after)}"
+        config, wanted = planned.config, f" of {len(planned.after)}"
         whole = [row for row in self.rows if row["state"] == DONE and not missing_evaluations(row)]
         done = [row for row in whole if row["run"] in made]
         alike = [row for row in done if row["evaluations"].endswith(wanted)] or done
         timed = [(made[row["run"]], float(row["seconds"])) for row in alike]
         for taken in (
-            [seconds for run, seconds in timed if replace(run.config, seed=own.seed) == own],
-            [seconds for run, seconds in timed if run.config.experiment == own.experiment],
+            [seconds for run, seconds in timed if replace(run.config, seed=config.seed) == config],
+            [seconds for run, seconds in timed if run.config.experiment == config.experiment],
             [seconds for run, seconds in timed if run.part.name == planned.part.name],
             [seconds for _, seconds in timed],
         ):
             if taken:
                 return statistics.median(taken)
-        return estimate_from_bench(own) or self.default_seconds
+        return estimate_from_bench(config) or self.default_seconds
 
     def parts_of(self, row: Row) -> Sequence[Part]:
         """Return the parts that a ledger row belongs to: those that list its run, else the part that it names.
@@ -226,13 +226,13 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
 def _parse_part(values: Any) -> Part:
     """Build one part of the queue from `values`, its entry in the file. Raises ValueError for an invalid field."""
     where = f"part {values.get('name') if isinstance(values, dict) else values}"
-    own = check_fields(values, OF_PART, OPTIONAL_OF_PART, where)
+    fields = check_fields(values, OF_PART, OPTIONAL_OF_PART, where)
     for name in ("lines", "seeds"):
-        if own.get(name) == []:
+        if fields.get(name) == []:
             raise ValueError(f"{where}: {name} is empty; allowed: at least one entry")
-    for line in own.get("after", ()):
+    for line in fields.get("after", ()):
         split_words(line, f"{where}, after `{line}`")
-    return Part(**own)
+    return Part(**fields)
 
 
 def split_words(line: str, where: str) -> list[str]:
@@ -249,7 +249,7 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
     The overrides of a line win over `words`, and `extra` wins over both. Composes each line once for all seeds. Raises
     ConfigError for a line that the main command refuses.
     """
-    found = []
+    runs = []
     for line in part.lines:
         grid = join_overrides(
             words, split_words(line, f"part {part.name}, line `{line}`"), extra, [f"seed={part.seeds[0]}"]
@@ -260,8 +260,8 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
             raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):
             config, of_seed = replace(job.config, seed=seed), tuple(join_overrides(job.overrides, [f"seed={seed}"]))
-            found.append(Planned(key_of(config), [part], seed, of_seed, config))
-    return sorted(found, key=lambda run: run.seed)
+            runs.append(Planned(key_of(config), [part], seed, of_seed, config))
+    return sorted(runs, key=lambda run: run.seed)
 
 
 def join_overrides(*words: Sequence[str]) -> list[str]:

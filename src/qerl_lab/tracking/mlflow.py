@@ -102,7 +102,7 @@ def params(cfg: RunConfig) -> dict[str, str]:
 def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
     """Return the MLflow tags that identify a run; `key` is the random identifier in its mlflow.json."""
     began = directory.environment()
-    found = {
+    values = {
         "mlflow.runName": run_name(cfg, began.get("words") or []),
         "experiment": cfg.experiment,
         "seed": str(cfg.seed),
@@ -116,7 +116,7 @@ def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
         "run_key": key,
         "run_dir": str(directory.path.absolute()),
     }
-    return found | ({"sweep": began["sweep"]} if began.get("sweep") else {})
+    return values | ({"sweep": began["sweep"]} if began.get("sweep") else {})
 
 
 def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
@@ -126,8 +126,8 @@ def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
     optim.learning_rate=1e-5 [3fa4b2]".
     """
     apart = ("experiment=", "seed=", "run_dir=", "tracking", "hydra", "sweeps=", "cpu_threads=", "checkpoint.")
-    said = " ".join(override for override in overrides if not override.lstrip("+").startswith(apart))
-    return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', said]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
+    words = " ".join(override for override in overrides if not override.lstrip("+").startswith(apart))
+    return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', words]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
 
 
 class MlflowMirror:
@@ -150,20 +150,20 @@ class MlflowMirror:
         mirrors, steps = self._client.search_runs([experiment_id], f"tags.run_key = '{key}'"), str(cfg.steps)
         # Not by config_hash, which is another one once the schema has a new key. A run that was killed while it created
         # its mirror has sent no parameters.
-        found = next((run for run in mirrors if run.data.params.get("steps", steps) == steps), None)
-        self.created = found is None
-        if found is None:
+        mirror = next((run for run in mirrors if run.data.params.get("steps", steps) == steps), None)
+        self.created = mirror is None
+        if mirror is None:
             start = next((line["time"] for line in directory.metrics()), time.time())
-            found = self._client.create_run(experiment_id, int(start * 1000), tags(cfg, directory, key))
-        self.run_id: str = found.info.run_id
+            mirror = self._client.create_run(experiment_id, int(start * 1000), tags(cfg, directory, key))
+        self.run_id: str = mirror.info.run_id
         directory.note_mirror(run_id=self.run_id, experiment_id=experiment_id)
         self._client.set_tag(self.run_id, "run_dir", str(directory.path.absolute()))  # it may have moved
         self._client.update_run(self.run_id, status="RUNNING")
         self._known: set[tuple[str, int, int]] = {  # name, step and unix milliseconds
             (name, point.step, point.timestamp)
-            for name in found.data.metrics for point in self._client.get_metric_history(self.run_id, name)
+            for name in mirror.data.metrics for point in self._client.get_metric_history(self.run_id, name)
         }  # fmt: skip
-        missing = [Param(name, value) for name, value in params(cfg).items() if name not in found.data.params]
+        missing = [Param(name, value) for name, value in params(cfg).items() if name not in mirror.data.params]
         self._client.log_batch(self.run_id, params=missing)  # the others stay: MLflow refuses to change one
         self.params_added = len(missing)
 
@@ -175,8 +175,8 @@ class MlflowMirror:
         """
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             path = sqlite_file(uri)
             place = (path.absolute().parent / "mlruns" / quote(name, safe="")).as_uri() if path else None
             try:
@@ -184,10 +184,10 @@ class MlflowMirror:
             except MlflowException:  # another run of the sweep may have created it
                 if not self._client.get_experiment_by_name(name):
                     raise
-            found = self._client.get_experiment_by_name(name)
-        if KIND not in found.tags:  # decides which page a plain link opens
-            self._client.set_experiment_tag(found.experiment_id, KIND, "custom_model_development")
-        return str(found.experiment_id)
+            experiment = self._client.get_experiment_by_name(name)
+        if KIND not in experiment.tags:  # decides which page a plain link opens
+            self._client.set_experiment_tag(experiment.experiment_id, KIND, "custom_model_development")
+        return str(experiment.experiment_id)
 
     def update(self) -> int:
         """Send the points that metrics.jsonl has and MLflow lacks; return how many were sent."""

@@ -60,34 +60,34 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
     longer = f"Type a higher rollout.max_completion_tokens (it is {cfg.rollout.max_completion_tokens})."
     slower = f"Type a lower optim.learning_rate (it is {cfg.optim.learning_rate:g})."
     varied = f"rollout.group_size (it is {cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
-    found: dict[str, str] = {}
+    signs: dict[str, str] = {}
     if is_truncated:
-        found["every completion was cut at the token limit"] = longer
+        signs["every completion was cut at the token limit"] = longer
     was, earns = began["reward/mean"], now["reward/mean"]
     variance = began["reward/std"] ** 2 + now["reward/std"] ** 2
     error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))  # completions of a question are correlated
     if earns < REWARD_LEFT * was and was - earns > SIGMAS * error:
-        found["the policy has collapsed"] = f"The reward was {was:.2f} as the run began and is {earns:.2f}. {slower}"
+        signs["the policy has collapsed"] = f"The reward was {was:.2f} as the run began and is {earns:.2f}. {slower}"
     elif all(metrics["reward/mean"] == 0 for metrics in last):
         easier = longer if is_truncated else "Type an easier task, or a model that solves some of it."
-        found["no completion has earned anything"] = f"{look} {easier}"
+        signs["no completion has earned anything"] = f"{look} {easier}"
     elif is_flat:
-        found["all completions of every question earned the same"] = (
+        signs["all completions of every question earned the same"] = (
             "Their advantages are zero and nothing is learned. Type a higher rollout.temperature (it is "
             f"{cfg.rollout.temperature:g}) or {varied}"
         )
     if not is_flat and all(metrics.get("rollout/groups_flat", 0) for metrics in last):
-        found["dynamic sampling fills no batch"] = (
+        signs["dynamic sampling fills no batch"] = (
             "In each of the last steps it reached its cap, and questions that say nothing filled the batch. Type a "
             f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or {varied}"
         )
     if advice := _advice_if_shrunk(began, now, cfg):
-        found["completions shrink and right answers do not rise"] = f"{advice} {look}"
+        signs["completions shrink and right answers do not rise"] = f"{advice} {look}"
     if now["policy/entropy_nats"] < ENTROPY_LEFT * began["policy/entropy_nats"]:
-        found["the policy's entropy has collapsed"] = (
+        signs["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}"
         )
-    return found | _engine_signs(last, cfg)
+    return signs | _engine_signs(last, cfg)
 
 
 def _mean_metrics(steps: Sequence[Metrics]) -> Metrics:
@@ -108,38 +108,38 @@ def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
     variance = sum(max(0.0, share * (1 - share)) for share in right)  # a rounded share may be above 1
     if right[1] - right[0] > math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step)):
         return ""
-    said = (
+    observation = (
         f"A completion had {began['rollout/completion_tokens']:.0f} tokens as the run began and has "
         f"{now['rollout/completion_tokens']:.0f}; the answers earned {began['reward/answer']:.2f} and earn "
         f"{now['reward/answer']:.2f}."
     )
     if cfg.task.format_reward == 0 or cfg.task.format_reward_for == "right":
-        return said
+        return observation
     return (
-        f"{said} If they keep the format and do not think, the format reward alone is winning: type "
+        f"{observation} If they keep the format and do not think, the format reward alone is winning: type "
         f"task.format_reward_for=right, or a lower task.format_reward (it is {cfg.task.format_reward:g})."
     )
 
 
 def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
     """Return a dict from each sign of trouble in the sampler to advice for the user. All `last` steps must show it."""
-    found: dict[str, str] = {}
+    signs: dict[str, str] = {}
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     gap = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)
     if not any(sigmas) and gap > LARGEST_GAP:  # noise causes a gap by design
         lockstep = "rollout.vllm_server.overlap=false, " if cfg.overlaps else ""  # an update causes a gap too
         kernels = "rollout.vllm.linear_backend=marlin, or rollout=transformers"
         remedy = f"{lockstep}{kernels}, and compare sampler/logprob_gap_max"
-        found["sampler and trainer are two policies"] = (
+        signs["sampler and trainer are two policies"] = (
             f"Without noise each of the last steps had a token with log-probabilities {gap:.0f} nats apart or "
             "more: sampler or trainer computes something else. Do not believe this run. "
             f"Type {'model.dtype=float32' if cfg.rollout.engine == 'transformers' else remedy}."
         )
     observed = [metrics.get("noise/std_observed", sigma) for metrics, sigma in zip(last, sigmas, strict=True)]
     if all(sigma > 0 and abs(std / sigma - 1) > SIGMA_TOLERANCE for std, sigma in zip(observed, sigmas, strict=True)):
-        found["the engine holds another noise than was asked"] = (
+        signs["the engine holds another noise than was asked"] = (
             f"The last step asked for sigma {sigmas[-1]:.2g}, and the engine's norms differ from clean ones by "
             f"{observed[-1]:.2g}. Do not compare this run by its sigma. "
             "Type rollout=transformers, or a higher aqn.sigma_end."
         )
-    return found
+    return signs

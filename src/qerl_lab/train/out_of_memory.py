@@ -23,17 +23,17 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
     memory. On a CPU only base, adapter and engine are counted.
     """
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
-    found = {
+    by_owner = {
         "frozen base": total_bytes(policy.model) - learned,
         f"{'weights' if policy.trains_all else 'adapter'}, its gradients and moments": 4 * learned,
         **held_by_engine,
     }
     if policy.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(policy.device)
-        own = max(torch.cuda.memory_reserved(policy.device), sum(found.values()))
-        found["activations and the rest"] = own - sum(found.values())
-        found |= {OTHERS: max(0, total - free - own), "free": free}
-    return found
+        of_run = max(torch.cuda.memory_reserved(policy.device), sum(by_owner.values()))
+        by_owner["activations and the rest"] = of_run - sum(by_owner.values())
+        by_owner |= {OTHERS: max(0, total - free - of_run), "free": free}
+    return by_owner
 
 
 def message_while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str:

@@ -88,13 +88,13 @@ def describe_gpu() -> list[str]:
     They depend on its compute capability. Only GPUs of `fp4_tiles.CAPABILITY` were tried; for other GPUs the lines say
     what compiles.
     """
-    found = torch.cuda.get_device_capability()
-    card = f"{torch.cuda.get_device_name()}, compute capability {'.'.join(map(str, found))}"
-    if found < COMPILED_FROM:
+    capability = torch.cuda.get_device_capability()
+    card = f"{torch.cuda.get_device_name()}, compute capability {'.'.join(map(str, capability))}"
+    if capability < COMPILED_FROM:
         return [f"{card}: too old, the kernels that unpack 4-bit weights need {'.'.join(map(str, COMPILED_FROM))}"]
-    is_tried = found == fp4_tiles.CAPABILITY
+    is_tried = capability == fp4_tiles.CAPABILITY
     why = fp4_tiles.refusal() if find_spec("vllm") else "needs vLLM, which is not installed"
-    has_bfloat16 = "in hardware" if found >= BFLOAT16_FROM else "emulated and slow; type model.dtype=float32"
+    has_bfloat16 = "in hardware" if capability >= BFLOAT16_FROM else "emulated and slow; type model.dtype=float32"
     return [
         card if is_tried else f"{card}: not tried, the lab was measured on H100 and H200",
         f"formats {', '.join(choices_of('format'))}: train here, each product with unpacked weights",

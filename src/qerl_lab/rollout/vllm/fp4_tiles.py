@@ -103,8 +103,8 @@ def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
 
 def refusal() -> str:
     """Return why this GPU cannot run the kernel `fp4_tiles`; empty if it can."""
-    if (found := torch.cuda.get_device_capability()) != CAPABILITY:
-        return f"needs a GPU of compute capability 9.0 (H100, H200), and this one has {found}"
+    if (capability := torch.cuda.get_device_capability()) != CAPABILITY:
+        return f"needs a GPU of compute capability 9.0 (H100, H200), and this one has {capability}"
     if shared_by_mps():
         return (
             "cannot be where MPS shares the GPU: the blocks of a launch wait for each other, and launches of two "

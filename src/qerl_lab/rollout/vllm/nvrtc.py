@@ -67,12 +67,12 @@ def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[
     status = nvrtc.nvrtcCompileProgram(program, len(words), words)
     log = bytes(check_status(nvrtc.nvrtcGetProgramLogSize(program)))
     check_status(nvrtc.nvrtcGetProgramLog(program, log))
-    said = log.decode().rstrip("\0\n")
+    messages = log.decode().rstrip("\0\n")
     if status[0].value:
-        raise RuntimeError(f"NVRTC could not compile {source.name} for {architecture}: {said}")
+        raise RuntimeError(f"NVRTC could not compile {source.name} for {architecture}: {messages}")
     code = bytes(check_status(nvrtc.nvrtcGetCUBINSize(program)))
     check_status(nvrtc.nvrtcGetCUBIN(program, code))
-    return code, said
+    return code, messages
 
 
 def launch(

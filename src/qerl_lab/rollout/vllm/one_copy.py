@@ -55,8 +55,8 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
     """
     layers = packed_layers(policy.base)
     pairs = list(_fused_pairs(layers, model))
-    found = {name for _, parts in pairs for name in parts}
-    if missing := [name for name in layers if name not in found]:
+    held = {name for _, parts in pairs for name in parts}
+    if missing := [name for name in layers if name not in held]:
         raise cannot_share(f"finds no layer in vLLM's model that holds {missing[0]}")
     for vllm_layer, parts in pairs:
         if TILES not in vllm_layer._buffers:  # the lab's own layout was checked when it was made

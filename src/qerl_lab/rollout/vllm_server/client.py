@@ -74,8 +74,8 @@ class Server:
             time.sleep(min(PAUSE_SECONDS, self.patience))
         kind = response.headers.get("content-type", "")
         if not response.is_success or "html" in kind:  # a proxy may send a page to log in on
-            said = redact(" ".join(response.text.split()))[:500]
-            refused = f"{self.name} refuses {path} (HTTP {response.status_code}: {said})"
+            answer = redact(" ".join(response.text.split()))[:500]
+            refused = f"{self.name} refuses {path} (HTTP {response.status_code}: {answer})"
             if response.status_code in (401, 403):
                 raise EngineFailed(
                     f"{refused}. Type {API_KEY}=KEY, the server's own, in front of the command if it wants a key."

@@ -82,11 +82,11 @@ def flags(cfg: RunConfig) -> list[str]:
     if cache_gib is not None:
         words["kv_cache_memory_bytes"] = int(cache_gib * GIB)
         words["gpu_memory_utilization"] = 0.01  # no effect with the line above, but checked against free memory
-    found = []
+    flags = []
     for name, value in words.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            found.append(f"--{flag}" if value else f"--no-{flag}")
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            found += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return found
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags

@@ -89,10 +89,10 @@ class VllmServerEngine(Engine):
 
     def _check_settings(self) -> None:
         """Raise ConfigError if the server's settings differ from those that `serve_line` prints."""
-        found = self._call_workers("qerl_describe")[0]  # all workers have one configuration
-        found["format"] = format_of(found.pop("quantization"), found.pop("quantization_config"))
+        served = self._call_workers("qerl_describe")[0]  # all workers have one configuration
+        served["format"] = format_of(served.pop("quantization"), served.pop("quantization_config"))
         wanted = settings(self.cfg, self.policy.model.dtype) | {"format": self.cfg.format.name}
-        for key, value in found.items():
+        for key, value in served.items():
             fits, allowed = value == wanted[key], str(wanted[key])
             if key in AT_LEAST:
                 fits, allowed = value >= wanted[key], f"at least {allowed}"
@@ -233,13 +233,13 @@ class VllmServerEngine(Engine):
             # JSON cannot carry NaN. Repeat the draws without log-probs and return NaN for all: the run ends at any NaN.
             drawn = self._complete({**body, "logprobs": None}, deadline)
             return [completion._replace(logprobs=[float("nan")] * len(completion.ids)) for completion in drawn]
-        found = []
+        completions = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
             reason, logprobs = choice["finish_reason"], choice["logprobs"]
             if reason not in ("stop", "length"):
                 raise EngineFailed(f"{self._server.name} ended a completion by {reason!r}; allowed: stop, length")
-            found.append(Completion(choice["token_ids"], logprobs["token_logprobs"] if logprobs else [], reason))
-        return found
+            completions.append(Completion(choice["token_ids"], logprobs["token_logprobs"] if logprobs else [], reason))
+        return completions
 
     def abort(self) -> None:
         """Abort the requests under way and wait for them, at most rollout.vllm_server.patience_seconds.
