@@ -16,9 +16,9 @@ from scipy import stats
 
 from qerl_lab.report.stats import pass_at, powers_of_two, share_interval
 from qerl_lab.system.terminal import columns
-from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.answers.completion import final_answer
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
+from qerl_lab.tasks.grading import number
 
 Summary = dict[str, Any]
 OWN, COMMON = "own", "common"

@@ -11,8 +11,7 @@ from typing import Any
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks.answers import number
-from qerl_lab.tasks.grading import grade_math
+from qerl_lab.tasks.grading import grade_math, number
 from qerl_lab.tasks.question_files import Make, Row, Source, as_text, read
 from qerl_lab.tasks.questions import BadRow, Question, Questions
 

@@ -6,10 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from qerl_lab.tasks import Question
-from qerl_lab.tasks.answers import judge as judging
-from qerl_lab.tasks.answers.judge import judge
-from qerl_lab.tasks.grading import grade_math
+from qerl_lab.tasks import Question, grading
+from qerl_lab.tasks.grading import grade_math, judge
 
 GOOD = "<think>7+5=12.</think><answer>12</answer>"
 
@@ -43,7 +41,7 @@ def test_a_batch_is_graded_as_its_texts_are_one_by_one() -> None:
 
 def test_a_pair_that_a_batch_repeats_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, verdicts = [], {"1": True, "2": False, "3": None}
-    monkeypatch.setattr(judging, "judge", lambda *pair: seen.append(pair) or verdicts[pair[0]])
+    monkeypatch.setattr(grading, "judge", lambda *pair: seen.append(pair) or verdicts[pair[0]])
     texts = [answered("1"), "no answer", answered("2"), answered("1"), answered("3")]
     found = grade_math(texts, [asking("1")] * 5)
     assert seen == [("1", "1"), ("2", "1"), ("3", "1")]
@@ -62,7 +60,7 @@ def test_no_text_makes_a_grader_raise() -> None:
 
 def test_the_library_is_asked_outside_of_the_main_thread_and_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where math-verify's own limits raise. What passes the limit is counted, and the next pair is compared."""
-    monkeypatch.setattr(judging, "SECONDS", 1.0)
+    monkeypatch.setattr(grading, "LIBRARY_SECONDS", 1.0)
     bomb, found = r"\sum_{k=1}^{99} \sum_{n=1}^{999} k^{99} n^{999}", []
     pairs = [(r"\sum_{k=1}^{5} k", "15"), (bomb, "15"), (r"\sum_{k=1}^{5} k", "16"), (r"\int_0^1 2x \, dx", "1")]
     thread = threading.Thread(target=lambda: found.extend(judge(*pair) for pair in pairs))

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.tasks import sandbox
-from qerl_lab.tasks.answers import number
-from qerl_lab.tasks.answers.judge import judge
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS
+from qerl_lab.tasks.grading import judge, number
 
 MATH500 = Path(__file__).parents[5] / "shared" / "data" / "math500" / "test.jsonl"
 
