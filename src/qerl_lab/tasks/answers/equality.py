@@ -4,12 +4,11 @@ import re
 from contextlib import suppress
 from fractions import Fraction
 
-from qerl_lab.tasks.answers import value as values
 from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_expression
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.intervals import OPPOSITE, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import POINTS, close, is_finite, is_real, point, value
+from qerl_lab.tasks.answers.value import POINTS, close, divide, is_finite, is_real, is_rounded, point, real, value
 
 ENOUGH_DIGITS = 6  # digits of a decimal that may stand for an endless one: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
@@ -23,21 +22,28 @@ def equal(left: Form, right: Form) -> bool:
     left, right = _unwrap_single(left), _unwrap_single(right)
     if same_set(left, right):
         return True
-    if isinstance(left, Named) or isinstance(right, Named):
-        return _compare_named(left, right)
-    if isinstance(left, Relation) and isinstance(right, Relation):
-        return _compare_relations(left, right)
-    if isinstance(left, Relation) or isinstance(right, Relation):
-        return _is_result(left, right) or _is_result(right, left)
-    if isinstance(left, Amount) and isinstance(right, Amount):
-        return _compare_amounts(left, right)
-    if isinstance(left, Several) and isinstance(right, Several):
-        return _compare_several(left, right)
-    if isinstance(left, Words) and isinstance(right, Amount) and left.product is not None:
-        return _compare_nodes(left.product, right.node)
-    if isinstance(left, Amount) and isinstance(right, Words):
-        return equal(right, left)
-    return isinstance(left, Words) and left == right
+    match left, right:
+        case Named(), _:
+            return _compare_named(left, right)
+        case _, Named():
+            return _compare_named(right, left)
+        case Relation(), Relation():
+            return _compare_relations(left, right)
+        case Amount(), Relation():
+            return _is_result(left, right)
+        case Relation(), Amount():
+            return _is_result(right, left)
+        case Amount(), Amount():
+            return _compare_amounts(left, right)
+        case Several(), Several():
+            return _compare_several(left, right)
+        case Words(), Words():
+            return left == right
+        case Words(), Amount():
+            return left.product is not None and _compare_nodes(left.product, right.node)
+        case Amount(), Words():
+            return right.product is not None and _compare_nodes(right.product, left.node)
+    return False
 
 
 def _unwrap_single(form: Form) -> Form:
@@ -47,31 +53,36 @@ def _unwrap_single(form: Form) -> Form:
     return form
 
 
-def _compare_named(left: Form, right: Form) -> bool:
-    """Tell whether two forms are equal, at least one of them named: `x = 5` equals 5, but not `y = 5`.
+def _compare_named(left: Named, right: Form) -> bool:
+    """Tell whether a named value and another form are equal: `x = 5` equals 5, but not `y = 5`.
 
-    Two different names, or a name and an equation, are compared as equations if both can be read as one: `y = 2x`.
+    Two different names, or a name and an equation, are compared as equations if both can be read as one: `x = y+1` and
+    `y = x-1`.
     """
-    if isinstance(left, Named) and isinstance(right, Named):
+    if isinstance(right, Named):
         short, long = sorted((left.name, right.name), key=len)
         arguments = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
         if short == long or (long.startswith(short) and arguments):  # y(t) is y, and f(2) is not f
             return equal(left.form, right.form)
-    relations = list[Relation]()
-    for form in (left, right):
-        if isinstance(form, Relation):
-            relations.append(form)
-        elif isinstance(form, Named) and isinstance(form.form, Amount):
-            with suppress(Unreadable):
-                relations.append(Relation((read_expression(form.name), form.form.node), ("=",)))
-    if len(relations) == 2:
-        return _compare_relations(*relations)
-    named, other = (left, right) if isinstance(left, Named) else (right, left)
-    if not isinstance(named, Named) or isinstance(other, Named):
+    equation, other = _as_relation(left), _as_relation(right)
+    if equation is not None and other is not None:
+        return _compare_relations(equation, other)
+    if isinstance(right, Named):
         return False
-    variables = frozenset().union(*map(names, other.sides)) if isinstance(other, Relation) else frozenset()
-    name = re.sub("[{}]", "", named.name)
-    return (not variables or any(variable in name for variable in variables)) and equal(named.form, other)
+    variables = frozenset().union(*map(names, right.sides)) if isinstance(right, Relation) else frozenset()
+    name = re.sub("[{}]", "", left.name)
+    return (not variables or any(variable in name for variable in variables)) and equal(left.form, right)
+
+
+def _as_relation(form: Form) -> Relation | None:
+    """Return a relation unchanged, and a named amount such as `y = 2x` as an equation.
+
+    None for other forms, and for a name that is no expression.
+    """
+    if isinstance(form, Named) and isinstance(form.form, Amount):
+        with suppress(Unreadable):
+            return Relation((read_expression(form.name), form.form.node), ("=",))
+    return form if isinstance(form, Relation) else None
 
 
 def _compare_amounts(left: Amount, right: Amount) -> bool:
@@ -129,12 +140,13 @@ def _is_rounding_of(left: Node, right: Node) -> bool:
     """
     for decimal, exact in ((left, right), (right, left)):
         places = _places(decimal)
-        if places is not None and _places(exact) is None and not names(exact):
-            number, exactly = value(decimal, {}), value(exact, {})
-            # The decimals of a fraction end if its denominator divides a power of ten.
-            ends = isinstance(exactly, Fraction) and pow(10, exactly.denominator.bit_length(), exactly.denominator) == 0
-            if not ends and is_finite(exactly):
-                return is_real(exactly) and values.is_rounded(number, exactly, places)
+        if places is None or _places(exact) is not None or names(exact):
+            continue
+        number, exactly = value(decimal, {}), value(exact, {})
+        # The decimals of a fraction end if its denominator divides a power of ten.
+        ends = isinstance(exactly, Fraction) and pow(10, exactly.denominator.bit_length(), exactly.denominator) == 0
+        if not ends and is_finite(exactly) and is_real(exactly) and is_rounded(number, exactly, places):
+            return True
     return False
 
 
@@ -183,13 +195,13 @@ def _column(form: Several) -> Several:
     return Several("()", tuple(row.parts[0] for row in rows)) if is_column else form
 
 
-def _is_result(form: Form, relation: Form) -> bool:
-    """Tell whether `form` is an amount and `relation` a calculation of it: 18 and `9+9=18`, but not 18 and `5=18`."""
-    if not (isinstance(form, Amount) and isinstance(relation, Relation) and set(relation.signs) == {"="}):
+def _is_result(amount: Amount, relation: Relation) -> bool:
+    """Tell whether `relation` is a calculation of `amount`: 18 and `9+9=18`, but not 18 and `5=18`."""
+    if set(relation.signs) != {"="}:
         return False
     names_first = len(relation.sides) > 2 and bool(names(relation.sides[0]))  # m+n in m+n=9+9=18
     steps = relation.sides[names_first:]
-    return any(isinstance(side, Op) for side in steps) and all(_compare_nodes(side, form.node) for side in steps)
+    return any(isinstance(side, Op) for side in steps) and all(_compare_nodes(side, amount.node) for side in steps)
 
 
 def _compare_relations(left: Relation, right: Relation) -> bool:
@@ -215,11 +227,11 @@ def _compare_relations(left: Relation, right: Relation) -> bool:
         a, b = (value(difference, point(variables, draw)) for difference in differences)
         if close(a, zero) or close(b, zero):
             return False
-        ratio = values.divide(a, b)
+        ratio = divide(a, b)
         first = ratio if first is None else first
-        is_lopsided = close(ratio, zero) or close(values.divide(b, a), zero)  # also with infinity
+        is_lopsided = close(ratio, zero) or close(divide(b, a), zero)  # also with infinity
         if is_lopsided or not close(first, ratio):
             return False
     if left.signs[0] in ("=", "!="):
         return True
-    return is_real(first) and (values.real(first).real > 0) == (left.signs == right.signs)
+    return is_real(first) and (real(first).real > 0) == (left.signs == right.signs)
