@@ -111,7 +111,7 @@ def _is_for_library(form: Form | None, text: str) -> bool:
     drops words as units.
     """
     form = form.form if isinstance(form, Named) else form
-    if isinstance(form, Named | Relation) or (isinstance(form, Several) and form.brackets != "[]"):
+    if isinstance(form, Named | Relation) or (isinstance(form, Several) and form.kind != "[]"):
         return False
     letters = re.sub(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+", " ", text)
     if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:

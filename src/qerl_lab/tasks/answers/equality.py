@@ -48,7 +48,7 @@ def equal(left: Form, right: Form) -> bool:
 
 def _unwrap_single(form: Form) -> Form:
     """Replace a list or set with one part by that part, repeatedly; return other forms unchanged."""
-    if isinstance(form, Several) and form.brackets in ("", "{}") and len(form.parts) == 1:
+    if isinstance(form, Several) and form.kind in ("", "{}") and len(form.parts) == 1:
         return _unwrap_single(form.parts[0])
     return form
 
@@ -168,15 +168,15 @@ def _places(node: Node) -> int | None:
 def _compare_several(left: Several, right: Several) -> bool:
     """Tell whether two forms with several parts are equal: in any order for lists, sets and unions, else in order.
 
-    Both must have the same `brackets`, with these exceptions: a list may equal a set, a list or a one-column matrix may
+    Both must be of the same kind, with these exceptions: a list may equal a set, a list or a one-column matrix may
     equal a point, and `10:30` equals `10:30 am` and `10:30 pm`.
     """
-    shapes = {left.brackets, right.brackets}
-    if shapes == {"[]", "()"}:
+    kinds = {left.kind, right.kind}
+    if kinds == {"[]", "()"}:
         left, right = _column(left), _column(right)  # of the matrix; a point stays
     if len(left.parts) != len(right.parts):
         return False
-    if shapes <= {"", "{}"} or shapes == {"or"}:
+    if kinds <= {"", "{}"} or kinds == {"or"}:
         rest = list(right.parts)
         for form in left.parts:
             at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
@@ -184,14 +184,14 @@ def _compare_several(left: Several, right: Several) -> bool:
                 return False
             rest.pop(at)
         return True
-    ordered = left.brackets == right.brackets or shapes in ({"", "()"}, {":", "am"}, {":", "pm"})
+    ordered = left.kind == right.kind or kinds in ({"", "()"}, {":", "am"}, {":", "pm"})
     return ordered and all(equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
 
 
 def _column(form: Several) -> Several:
     """Convert a matrix of one column to a point; return other forms unchanged."""
-    rows = [part for part in form.parts if isinstance(part, Several) and part.brackets == "[]" and len(part.parts) == 1]
-    is_column = form.brackets == "[]" and len(rows) == len(form.parts)
+    rows = [part for part in form.parts if isinstance(part, Several) and part.kind == "[]" and len(part.parts) == 1]
+    is_column = form.kind == "[]" and len(rows) == len(form.parts)
     return Several("()", tuple(row.parts[0] for row in rows)) if is_column else form
 
 

@@ -13,7 +13,8 @@ from qerl_lab.tasks.answers.expression import Node
 class Amount:
     """An expression `node`, with a unit or a percent sign if the answer has one.
 
-    `letters` is the whole text read as an expression, the unit too, if possible: `2 m` is 2 meters or 2 times m.
+    `letters` is the whole text read as an expression in which the letters of the unit are variables, if that is
+    possible: `2 m` is 2 meters, or 2 times m.
     """
 
     node: Node
@@ -34,7 +35,7 @@ class Words:
 class Several:
     """An answer of several parts.
 
-    `brackets` says what the parts form:
+    `kind` says what the parts form, mostly by the brackets around them:
 
     - "()", "(]", "[)": a point or an interval; "[]": also a matrix, or a row of a matrix
     - "{}": a set; "": a list; "or": a union; "minus": a difference of sets
@@ -42,7 +43,7 @@ class Several:
     - ":": a ratio or a time of day; "am" and "pm": a time in that half of the day
     """
 
-    brackets: str
+    kind: str
     parts: tuple["Form", ...]
 
 

@@ -22,7 +22,7 @@ def same_set(left: Form, right: Form) -> bool:
     union or a difference: `(1, 2)` alone may be a point.
     """
     is_sure = any(
-        isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
+        isinstance(form, Relation) or (isinstance(form, Several) and form.kind in ("or", "minus"))
         for form in (left, right)
     )
     if not is_sure or len(_bounded(left) | _bounded(right)) > 1:
@@ -57,16 +57,16 @@ def _ends(form: Form) -> list[Value]:
             raise Unreadable("no inequality for one variable")
         ends = [_number(Amount(side)) for side in numbers]
         return [*ends, *(-end for end in ends)]  # both are ends of |x| < 3
-    if isinstance(form, Several) and form.brackets in ("or", "minus"):
+    if isinstance(form, Several) and form.kind in ("or", "minus"):
         return [end for part in form.parts for end in _ends(part)]
-    if not isinstance(form, Several) or form.brackets[:1] not in ("(", "[", "{"):
+    if not isinstance(form, Several) or form.kind[:1] not in ("(", "[", "{"):
         raise Unreadable("no set")
     ends = [_number(part) for part in form.parts]
-    if form.brackets == "{}":
+    if form.kind == "{}":
         if not all(map(is_finite, ends)):
             raise Unreadable("no set of numbers")
         return ends
-    closed = [end for end, bracket in zip(ends, form.brackets, strict=False) if bracket in "[]"]
+    closed = [end for end, bracket in zip(ends, form.kind, strict=False) if bracket in "[]"]
     if len(ends) != 2 or ends[0] >= ends[1] or not all(map(is_finite, closed)):
         raise Unreadable("no interval")
     return ends
@@ -89,14 +89,14 @@ def _contains(form: Form, at: Value) -> bool:
         sides = [bounded.get(side, abs(at)) if names(side) else _number(Amount(side)) for side in form.sides]
         return all(map(_is_true, sides, form.signs, sides[1:]))
     assert isinstance(form, Several)
-    if form.brackets == "or":
+    if form.kind == "or":
         return any(_contains(part, at) for part in form.parts)
-    if form.brackets == "minus":
+    if form.kind == "minus":
         return _contains(form.parts[0], at) and not any(_contains(part, at) for part in form.parts[1:])
     ends = [_number(part) for part in form.parts]
-    if form.brackets == "{}":
+    if form.kind == "{}":
         return any(close(at, end) for end in ends)
-    signs = ["<=" if bracket in "[]" else "<" for bracket in form.brackets]
+    signs = ["<=" if bracket in "[]" else "<" for bracket in form.kind]
     return _is_true(ends[0], signs[0], at) and _is_true(at, signs[1], ends[1])
 
 

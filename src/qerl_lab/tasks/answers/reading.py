@@ -83,13 +83,20 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
     if not listed:
         text = _without_thousands(text)
     depths = _depths(text)
-    for pattern, brackets in ((_MINUS, "minus"), (_UNION, "or"), (_LIST, "")):
+    for pattern, kind in ((_MINUS, "minus"), (_UNION, "or")):
         parts, _ = _split(text, depths, pattern)
         if len(parts) > 1:
-            named = _IN.split(parts[0]) if brackets else ()
+            named = _IN.split(parts[0])
             if len(named) == 2:  # x \in A \cup B
-                return Named(_name(named[0]), _several(brackets, [named[1], *parts[1:]], nesting))
-            return _several(brackets, parts, nesting, brackets == "" and bool(_OR.search(text)))
+                return Named(_name(named[0]), _several(kind, [named[1], *parts[1:]], nesting))
+            return _several(kind, parts, nesting)
+    parts, _ = _split(text, depths, _LIST)
+    if len(parts) > 1:
+        found = _several("", parts, nesting)
+        if not _OR.search(text):
+            return found
+        are_sets = all(isinstance(part, Relation) and part.signs[0] not in ("=", "!=") for part in found.parts)
+        return Several("or" if are_sets else "{}", found.parts)  # x < 1 or x > 2 is a union; 0 or 1 is no point
     sides, signs = _split(text, depths, _SIGN)
     if signs:
         return _relation(text, sides, signs, nesting)
@@ -184,31 +191,29 @@ def _depths(text: str) -> list[int]:
 
 
 def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Split `text` at the matches of `pattern` outside of all brackets, but not at blank ones.
+    """Split `text` at the matches of `pattern` outside of all brackets; return the parts and the matches between them.
 
-    Return the parts and the matches between them. `depths` must be `_depths(text)`.
+    `depths` must be `_depths(text)`.
     """
-    found = [match for match in pattern.finditer(text) if depths[match.start()] == 0 and match[0].strip()]
+    found = [match for match in pattern.finditer(text) if depths[match.start()] == 0]
     begins, ends = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(text)]
     return [text[begin:end] for begin, end in zip(begins, ends, strict=True)], [match[0] for match in found]
 
 
-def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = False) -> Form:
-    r"""Parse each of `parts`; return them as one form with `brackets` (see `Several`).
+def _several(kind: str, parts: list[str], nesting: int) -> Several:
+    r"""Parse each of `parts`; return them as one form of the kind `kind` (see `Several`).
 
-    In a list or set `3 \pm \sqrt{2}` becomes two parts. `says_or`: the word "or" joins the parts; then inequalities
-    form a union, and other parts a set. Raises Unreadable if a part cannot be parsed, or if there are over MAX_PARTS.
+    In a list or set `3 \pm \sqrt{2}` becomes two parts. Raises Unreadable if a part cannot be parsed, or if there are
+    over MAX_PARTS.
     """
     if len(parts) > MAX_PARTS:
         raise Unreadable("too many parts")
-    listed = brackets not in ("", "or", "minus")
+    listed = kind not in ("", "or", "minus")
     forms = [_read(part, nesting + 1, listed) for part in parts]
-    if says_or and all(isinstance(form, Relation) and form.signs[0] not in ("=", "!=") for form in forms):
-        return Several("or", tuple(forms))
-    if brackets in ("", "{}"):
-        lists = [form.parts if isinstance(form, Several) and form.brackets == "" else (form,) for form in forms]
+    if kind in ("", "{}"):
+        lists = [form.parts if isinstance(form, Several) and form.kind == "" else (form,) for form in forms]
         forms = [part for parts_of_one in lists for part in parts_of_one]
-    return Several("{}" if says_or else brackets, tuple(forms))  # "0 or 1" is no point
+    return Several(kind, tuple(forms))
 
 
 def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Form:
@@ -269,13 +274,15 @@ def _bracketed(text: str, nesting: int) -> Form | None:
         depths = _depths(inside)
     except Unreadable:
         return None  # (1+x)(2+x): the first bracket closes before the end
-    brackets = _SHAPES[opening] + _ENDS[ending]
-    parts, _ = _split(inside, depths, _AND if brackets == "{}" else _COMMA)
-    if brackets == "{}" and (found := _BUILT.fullmatch(inside)):
-        return _read(found[1], nesting + 1)
-    if len(parts) > 1 or (brackets == "{}" and inside.strip()):
-        return _several(brackets, parts, nesting)
-    return _read(inside, nesting + 1) if brackets in ("()", "[]") and not _split(inside, depths, _LIST)[1] else None
+    kind = _SHAPES[opening] + _ENDS[ending]
+    if kind == "{}":
+        if found := _BUILT.fullmatch(inside):  # {x | x < 3}
+            return _read(found[1], nesting + 1)
+        return _several(kind, _split(inside, depths, _AND)[0], nesting) if inside.strip() else None
+    parts, _ = _split(inside, depths, _COMMA)
+    if len(parts) > 1:
+        return _several(kind, parts, nesting)
+    return _read(inside, nesting + 1) if kind in ("()", "[]") and not _split(inside, depths, _LIST)[1] else None
 
 
 def _amount(text: str) -> Form:
