@@ -92,8 +92,8 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
     questions of the kind `training`.
     """
     functions = _functions(cfg, training)
-    question_lists = [functions[training](cfg) if training else [], functions["heldout"](cfg)]
-    train, heldout = (each if isinstance(each, Questions) else Questions(each) for each in question_lists)
+    train = Questions.of(functions[training](cfg) if training else [])
+    heldout = Questions.of(functions["heldout"](cfg))
     asked = {wording(question.prompt) for question in heldout}
     kept = [question for question in train if wording(question.prompt) not in asked]
     shared = [question for question in train if wording(question.prompt) in asked]

@@ -32,9 +32,8 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
     `of_task` maps names to the functions that the task has without the file; its `weights` apply if the file defines
-    none.
-    Raises ConfigError if the file cannot be imported, breaks the contract in docs/tasks.md, or has changed since the
-    run was composed.
+    none. Raises ConfigError if the file cannot be imported, breaks the contract in docs/tasks.md, or has changed since
+    the run was composed.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
@@ -68,7 +67,8 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     if "weights" in functions and "grade" not in functions:
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
     if "grade" in functions:
-        parts = _weighted_parts(cfg, {**of_task, **functions}.get("weights", lambda cfg: {})(cfg))
+        weights = functions.get("weights") or of_task.get("weights")
+        parts = _weighted_parts(cfg, weights(cfg)) if weights else set()
         functions["grade"] = _checked_grade(cfg, functions["grade"], parts, are_required="weights" in functions)
     return functions
 
@@ -119,7 +119,7 @@ def _checked_questions(
                 json.dumps(dict(question.payload))
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{returned} its payload must be what JSON holds: {first_line(error)}.") from error
-        known = questions if isinstance(questions, Questions) else Questions(questions)
+        known = Questions.of(questions)
         return Questions(known, known.left_out, [*known.notes, *notes])
 
     return checked
@@ -130,9 +130,9 @@ def _checked_grade(
 ) -> Callable[..., Scores]:
     """Wrap `function`, which is `grade` of the user's task file, so that its result is checked.
 
-    The wrapper raises ConfigError unless the result has, for each part of the reward, one score from 0 to 1 per text.
-    The parts "format" and "answer" are required, with `are_required` those in `weighted` too. A part that is in neither
-    PARTS nor `weighted` is an error. If `function` raises, the wrapper raises GraderFailed.
+    The wrapper raises GraderFailed if `function` raises. It raises ConfigError if a part of the result is not one score
+    from 0 to 1 per text, or if the result has the wrong parts: "format" and "answer" are required, and with
+    `are_required` the parts in `weighted`; allowed are PARTS and the parts in `weighted`.
     """
 
     assert cfg.module is not None

@@ -64,6 +64,11 @@ class Questions(list[Question]):
         super().__init__(questions)
         self.left_out, self.notes = [rows for rows in left_out if rows.count], list(notes)
 
+    @classmethod
+    def of(cls, questions: list[Question]) -> "Questions":
+        """Return Questions unchanged, and a plain list as Questions without summaries and notes."""
+        return questions if isinstance(questions, Questions) else cls(questions)
+
 
 def label(cfg: TaskConfig) -> str:
     """Return the task's display name: `cfg.name`, or the file name without .py of `cfg.module` if that is set."""

@@ -57,12 +57,15 @@ def keeps_format(completion: str) -> bool:
     if not (text.startswith(THINK) and text.endswith(END_ANSWER)):
         return False
     thinking, closed, rest = text[len(THINK) : -len(END_ANSWER)].partition(END_THINK)
+    if not closed or thinking.lstrip().startswith(THINK):
+        return False
+    for block in thinking.split(END_ANSWER)[:-1]:
+        _, opened, content = block.rpartition(ANSWER)
+        if opened and any(map(str.isalnum, content)):
+            return False
     rest = rest.lstrip()
     answer = rest.removeprefix(ANSWER)
-    in_order = bool(closed) and rest != answer and not thinking.lstrip().startswith(THINK)
-    blocks = [block.rpartition(ANSWER) for block in thinking.split(END_ANSWER)[:-1]]
-    answers_twice = any(opened and any(map(str.isalnum, content)) for _, opened, content in blocks)
-    return in_order and bool(answer.strip()) and not any(tag in answer for tag in TAGS) and not answers_twice
+    return rest != answer and answer.strip() != "" and not any(tag in answer for tag in TAGS)
 
 
 def has_thought(completion: str) -> bool:

@@ -130,6 +130,7 @@ def _simple(text: str) -> Form | None:
         return Amount(Sym(found[1]))
     if found := _MATRIX.fullmatch(text):
         rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", found[2].replace(r"\hline", ""))]
+        # At the deepest nesting, so that a cell with parts is refused.
         cells = [[_read(cell, MAX_NESTING, listed=True) for cell in row.split("&")] for row in rows if row]
         if not cells or len({len(row) for row in cells}) > 1 or len(cells) * len(cells[0]) > MAX_PARTS:
             raise Unreadable(text)
