@@ -53,15 +53,15 @@ def test_float32_log_probs_are_summed_in_float64() -> None:
 def test_the_standard_error_is_that_of_a_ratio_over_texts() -> None:
     """For texts of equal length it is the textbook error of a mean; 0 where all agree."""
     values = torch.tensor([0.1] * 5 + [0.5] * 10 + [0.5] * 10 + [1.0] * 5)
-    mean, error = kl.mean(values, [10, 10, 10])
+    mean, error = kl.mean_and_error(values, [10, 10, 10])
     texts = torch.tensor([0.3, 0.5, 0.75], dtype=torch.float64)
     assert mean == pytest.approx(texts.mean().item())
     assert error == pytest.approx((texts.std() / 3**0.5).item(), rel=1e-6)
-    assert kl.mean(torch.full((30,), 0.1), [10, 20])[1] == pytest.approx(0, abs=1e-9)
+    assert kl.mean_and_error(torch.full((30,), 0.1), [10, 20])[1] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_long_text_weighs_as_many_tokens_as_it_has() -> None:
     """By hand: means 1 and 2, lengths 1 and 3, average 7/4; residuals -3/4 and 3/4."""
-    mean, error = kl.mean(torch.tensor([1.0, 2.0, 2.0, 2.0]), [1, 3])
+    mean, error = kl.mean_and_error(torch.tensor([1.0, 2.0, 2.0, 2.0]), [1, 3])
     assert mean == 1.75
     assert error == pytest.approx(((2 * 0.75**2) * 2 / 1) ** 0.5 / 4)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from qerl_lab.evaluate import weight_error
-from qerl_lab.evaluate.weight_error import LayerError
+from qerl_lab.evaluate.weight_error import LayerWeights
 from qerl_lab.formats import Fp8, Mxfp4, Nf4, Nvfp4
 from qerl_lab.model.weight_files import WeightFiles
 
@@ -15,9 +15,9 @@ CPU = torch.device("cpu")
 FORMATS = [Nvfp4("max"), Nvfp4("four_over_six"), Mxfp4("round"), Mxfp4("ceil"), Nf4(True), Nf4(False), Fp8("auto")]
 
 
-def made(weight_format, seed: int = 0) -> LayerError:
+def made(weight_format, seed: int = 0) -> LayerWeights:
     weight = 0.05 * torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)) ** 3
-    return LayerError(weight, weight_format.dequantize(weight_format.quantize(weight), (64, 128), torch.float32))
+    return LayerWeights(weight, weight_format.dequantize(weight_format.quantize(weight), (64, 128), torch.float32))
 
 
 def test_squares_are_summed_in_float64_and_no_ratio_without_both_has_decibels() -> None:

@@ -12,7 +12,6 @@ from qerl_lab.rollout.engine import Engine, OnDone, Sampling, do_nothing, refuse
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
 
-REWARDED = ("answer", "format")  # score parts that every task has
 METRICS = {  # measured column of an evaluation -> metric
     "accuracy": "accuracy", "format": "format", "tokens": "completion_tokens", "truncated": "truncated_fraction",
 }  # fmt: skip
@@ -50,7 +49,7 @@ def ask_questions(
         "draw": list(range(samples)) * len(questions),
         "accuracy": scores["answer"],
         "format": scores["format"],
-        **{part: score for part, score in scores.items() if part not in REWARDED},
+        **{part: score for part, score in scores.items() if part not in ("answer", "format")},
         "tokens": [len(completion.ids) for completion in out.completions],
         "truncated": [completion.finish_reason == "length" for completion in out.completions],
         "completion": texts,

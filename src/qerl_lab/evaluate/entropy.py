@@ -241,9 +241,9 @@ def mean_and_interval(values_T: Tensor, texts: Texts) -> dict[str, float]:
 def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Interval:
     """Return (mean, low, high) of the values at all tokens, by Student's t over texts. Needs two texts or more.
 
-    `values_T` and `lengths` are as in `kl.mean`.
+    `values_T` and `lengths` are as in `kl.mean_and_error`.
     """
-    mean, standard_error = kl.mean(values_T, lengths)
+    mean, standard_error = kl.mean_and_error(values_T, lengths)
     half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * standard_error
     return mean, mean - half, mean + half
 

@@ -106,7 +106,7 @@ def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format
 def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
     """Tabulate KL to the clean dense policy and entropy of the dense policy with AQN noise: `draws` rows per sigma."""
     return pd.DataFrame(
-        {"sigma": sigma, "draw": draw} | _effect(texts, *with_noise(texts, Noise(sigma, seed=0, step=draw)))
+        {"sigma": sigma, "draw": draw} | _effect(texts, *compare_noisy_to_clean(texts, Noise(sigma, seed=0, step=draw)))
         for sigma in sigmas
         for draw in range(1, draws + 1)
     )
@@ -129,7 +129,7 @@ def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataF
     return pd.DataFrame(rows).T.rename_axis(kls.index.name)
 
 
-def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
+def compare_noisy_to_clean(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
     """Return entropy of the dense policy with noise and KL(noisy || clean) at each completion token.
 
     Both are float64 [T], on the CPU.

@@ -38,7 +38,7 @@ def split_by_entropy(entropies_T: Tensor) -> tuple[float, float]:
     return ranked[:count].mean().item(), ranked[count:].mean().item()
 
 
-def mean(values_T: Tensor, lengths: list[int]) -> tuple[float, float]:
+def mean_and_error(values_T: Tensor, lengths: list[int]) -> tuple[float, float]:
     """Return the mean over tokens, and its standard error as a ratio estimator over texts. Needs two texts or more.
 
     Texts are the unit, because tokens of one text are correlated. `values_T` holds the values of all texts, one text

@@ -14,7 +14,7 @@ from qerl_lab.config.spelling import spell_list
 from qerl_lab.evaluate import kl
 from qerl_lab.evaluate.entropy import compare_to_dense, run_config, sample_texts
 from qerl_lab.evaluate.evaluate_options import EntropyOptions, SigmaOptions
-from qerl_lab.evaluate.format_effects import with_noise
+from qerl_lab.evaluate.format_effects import compare_noisy_to_clean
 from qerl_lab.formats import FORMATS
 from qerl_lab.model import policy
 from qerl_lab.model.loading import require_dense
@@ -44,12 +44,12 @@ def run(options: SigmaOptions) -> None:
     print(f"{len(texts.pairs)} completions, {len(texts.states)} tokens, on {device}")
     for name in FORMATS:
         model, _ = policy.load_base(run_config(texts_options, name), device)
-        nats, error = kl.mean(compare_to_dense(model, texts)[1], texts.lengths)
+        nats, error = kl.mean_and_error(compare_to_dense(model, texts)[1], texts.lengths)
         print(f"format {name:6}  KL to bf16   {nats:.5f} +- {error:.5f} nats")
     said = f"{len(options.sigmas)} sigmas of {DRAWS} draws, each about as long as format bf16"
     print(said, file=sys.stderr, flush=True)
     for sigma in options.sigmas:
         draws = [Noise(sigma, seed=0, step=step, relative=options.relative) for step in range(1, DRAWS + 1)]
-        drawn = [with_noise(texts, draw)[1].mean().item() for draw in draws]
+        drawn = [compare_noisy_to_clean(texts, draw)[1].mean().item() for draw in draws]
         mean, spread = sum(drawn) / DRAWS, f"{min(drawn):.5f} to {max(drawn):.5f} over {DRAWS} draws"
         print(f"sigma {sigma:<7g}  KL to clean  {mean:.5f} nats, {spread}")

@@ -14,8 +14,8 @@ from qerl_lab.model.weight_files import WeightFiles
 FIT_ROUNDS = 4
 
 
-class LayerError(NamedTuple):
-    """The weight of one Linear before quantization, and as it is stored (dequantized): each [N, K] in float32."""
+class LayerWeights(NamedTuple):
+    """The weight of a Linear before quantization, and as it is stored, dequantized: each [N, K] in float32."""
 
     weight: Tensor
     stored: Tensor
@@ -24,7 +24,7 @@ class LayerError(NamedTuple):
 def layers(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles | None, linears: list[str], device: torch.device,
     *, fit_scales: bool = False,
-) -> Iterator[LayerError]:  # fmt: skip
+) -> Iterator[LayerWeights]:  # fmt: skip
     """Yield the weights of each Linear in `linears` (full names) before and after quantization.
 
     `dense` holds the original weights. `packed` is a quantized checkpoint of the same model; with None, the weights are
@@ -35,12 +35,12 @@ def layers(
         exact = {name: weight.float() for name, weight in weights.items()}
         if packed is not None:
             for name, weight in exact.items():
-                yield LayerError(weight, stored_weight(weight_format, packed, name, weight, fit_scales))
+                yield LayerWeights(weight, stored_weight(weight_format, packed, name, weight, fit_scales))
             continue
         for name, tensors in pack_fused(weight_format, weights):
             weight = exact.pop(name)
             shape = (weight.shape[0], weight.shape[1])
-            yield LayerError(weight, weight_format.dequantize(tensors, shape, torch.float32))
+            yield LayerWeights(weight, weight_format.dequantize(tensors, shape, torch.float32))
 
 
 def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight: Tensor, fit_scales: bool) -> Tensor:
@@ -65,13 +65,13 @@ def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
     return other
 
 
-def sum_errors(errors: Iterable[LayerError]) -> dict[str, float | None]:
+def sum_errors(layers: Iterable[LayerWeights]) -> dict[str, float | None]:
     """Sum the squared weight errors of the layers, in float64.
 
     `relative` is |stored - weight|^2 / |weight|^2, `sqnr_db` its inverse in decibels.
     """
     signal = error = 0.0
-    for layer in errors:
+    for layer in layers:
         signal, error = signal + sum_of_squares(layer.weight), error + sum_of_squares(layer.stored - layer.weight)
     return {"relative": error / signal, "sqnr_db": decibels(signal, error)}
 

@@ -58,7 +58,7 @@ def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> 
     assert noise["kl"].min() > 0
     assert noise["draw"].tolist() == [1, 2] * 3
     assert all(torch.equal(norm, before[name]) for name, norm in texts.policy.norms.items())
-    assert format_effects.with_noise(texts, Noise(0.0, seed=0, step=1))[1].abs().max() < 1e-9
+    assert format_effects.compare_noisy_to_clean(texts, Noise(0.0, seed=0, step=1))[1].abs().max() < 1e-9
     target = noise["kl"].groupby(noise["sigma"]).mean()
     as_much = format_effects.effects_at_kl(texts, noise, pd.Series({"x": (target[0.1] * target[0.2]) ** 0.5}))
     assert as_much.loc["x", "sigma"] == pytest.approx((0.1 * 0.2) ** 0.5)  # half-way in logarithms

@@ -8,7 +8,7 @@ from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_express
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.intervals import OPPOSITE, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import POINTS, close, divide, is_finite, is_real, is_rounded, point, real, value
+from qerl_lab.tasks.answers.value import POINTS, close, divide, is_finite, is_real, is_rounded, point, to_mpmath, value
 
 ENOUGH_DIGITS = 6  # digits of a decimal that may stand for an endless one: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
@@ -234,4 +234,4 @@ def _compare_relations(left: Relation, right: Relation) -> bool:
             return False
     if left.signs[0] in ("=", "!="):
         return True
-    return is_real(first) and (real(first).real > 0) == (left.signs == right.signs)
+    return is_real(first) and (to_mpmath(first).real > 0) == (left.signs == right.signs)

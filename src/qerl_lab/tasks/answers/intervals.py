@@ -10,7 +10,7 @@ from itertools import pairwise
 from qerl_lab.tasks.answers.expression import Node, Op, Sym, names
 from qerl_lab.tasks.answers.forms import Amount, Form, Relation, Several
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import Value, close, is_finite, is_real, real, value
+from qerl_lab.tasks.answers.value import Value, close, is_finite, is_real, to_mpmath, value
 
 OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
@@ -25,7 +25,7 @@ def same_set(left: Form, right: Form) -> bool:
         isinstance(form, Relation) or (isinstance(form, Several) and form.kind in ("or", "minus"))
         for form in (left, right)
     )
-    if not is_sure or len(_bounded(left) | _bounded(right)) > 1:
+    if not is_sure or len(_bounded_terms(left) | _bounded_terms(right)) > 1:
         return False
     try:
         ends = sorted(end for end in _ends(left) + _ends(right) if is_finite(end))
@@ -33,14 +33,14 @@ def same_set(left: Form, right: Form) -> bool:
         return False
     between = [(low + high) / 2 for low, high in pairwise(ends)]
     # In proportion to the ends, because 10^50 + 1 is 10^50 to 40 digits.
-    outside = [ends[0] - abs(ends[0]) - 1, ends[-1] + abs(ends[-1]) + 1] if ends else [real(0)]
+    outside = [ends[0] - abs(ends[0]) - 1, ends[-1] + abs(ends[-1]) + 1] if ends else [0]
     return all(_contains(left, at) == _contains(right, at) for at in ends + between + outside)
 
 
-def _bounded(form: Form) -> frozenset[Node]:
+def _bounded_terms(form: Form) -> frozenset[Node]:
     """Return what inequalities in a form bound, such as `x` in `x < 3` and in `|x| < 3`; empty if there are none."""
     if isinstance(form, Several):
-        return frozenset().union(*map(_bounded, form.parts))
+        return frozenset().union(*map(_bounded_terms, form.parts))
     sides = filter(names, form.sides) if isinstance(form, Relation) else ()
     return frozenset(side.args[0] if isinstance(side, Op) and side.name == "abs" else side for side in sides)
 
@@ -52,7 +52,7 @@ def _ends(form: Form) -> list[Value]:
     """
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
-        is_variable = all(isinstance(node, Sym) or node.name == "call" for node in _bounded(form))  # type: ignore[union-attr]
+        is_variable = all(isinstance(node, Sym) or node.name == "call" for node in _bounded_terms(form))  # type: ignore[union-attr]
         if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not is_variable:
             raise Unreadable("no inequality for one variable")
         ends = [_number(Amount(side)) for side in numbers]
@@ -76,7 +76,7 @@ def _ends(form: Form) -> list[Value]:
 def _number(form: Form) -> Value:
     """Return the real number that a form stands for. Raises Unreadable if it is none, or has a percent sign."""
     if isinstance(form, Amount) and not names(form.node) and not form.percent:
-        number = real(value(form.node, {}))
+        number = to_mpmath(value(form.node, {}))
         if is_real(number):
             return number.real
     raise Unreadable("no real number")
@@ -85,7 +85,7 @@ def _number(form: Form) -> Value:
 def _contains(form: Form, at: Value) -> bool:
     """Tell whether the number `at` belongs to the set `form`. Call only if `_ends(form)` did not raise Unreadable."""
     if isinstance(form, Relation):
-        bounded = dict.fromkeys(_bounded(form), at)
+        bounded = dict.fromkeys(_bounded_terms(form), at)
         sides = [bounded.get(side, abs(at)) if names(side) else _number(Amount(side)) for side in form.sides]
         return all(map(_is_true, sides, form.signs, sides[1:]))
     assert isinstance(form, Several)

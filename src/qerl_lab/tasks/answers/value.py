@@ -65,7 +65,7 @@ def close(left: Value, right: Value) -> bool:
     """Tell whether two values are equal: exactly if both are rational, else to 40 digits."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
-    left, right = real(left), real(right)
+    left, right = to_mpmath(left), to_mpmath(right)
     if _CTX.isinf(left) or _CTX.isinf(right):
         return bool(left == right)
     return bool(abs(left - right) <= max(_CLOSE * max(abs(left), abs(right)), _ZERO))
@@ -83,12 +83,12 @@ def is_finite(given: Value) -> bool:
 
 def is_rounded(decimal: Value, exact: Value, places: int) -> bool:
     """Tell whether `decimal` is `exact` rounded or truncated to `places` decimal places."""
-    decimal, exact, unit = real(decimal), real(exact), _CTX.mpf(10) ** -places
+    decimal, exact, unit = to_mpmath(decimal), to_mpmath(exact), _CTX.mpf(10) ** -places
     error = abs(decimal - exact)
     return bool(2 * error <= unit or (abs(decimal) <= abs(exact) and error < unit))
 
 
-def real(given: Value) -> Value:
+def to_mpmath(given: Value) -> Value:
     """Convert a Fraction to an mpmath number; return an mpmath number, real or complex, unchanged."""
     return _CTX.mpf(given.numerator) / given.denominator if isinstance(given, Fraction) else given
 
@@ -118,9 +118,9 @@ def _apply(name: str, args: list[Value]) -> Value:
         return _log(name, *args)
     if name in ("pm", "mp"):
         raise Unreadable("two values")
-    angle = real(args[0])
+    angle = to_mpmath(args[0])
     if name == "call":  # a function known only by name: choose one that satisfies no identity
-        name, angle = "cos", 50 * angle * (real(args[1]) + angle)
+        name, angle = "cos", 50 * angle * (to_mpmath(args[1]) + angle)
     if _CTX.mag(angle) > 64:  # reducing a huge angle takes as many digits as the angle has
         raise Unreadable("too large")
     if name.startswith("arc"):
@@ -136,7 +136,7 @@ def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
 
     def apply(left: Value, right: Value) -> Value:
         exact = isinstance(left, Fraction) and isinstance(right, Fraction)
-        return _bounded(operation(left, right) if exact else operation(real(left), real(right)))
+        return _bounded(operation(left, right) if exact else operation(to_mpmath(left), to_mpmath(right)))
 
     return lambda *args: functools.reduce(apply, args)
 
@@ -157,7 +157,7 @@ def _power(base: Value, exponent: Value) -> Value:
             return base**exponent.numerator
         if base > 0 and (root := _exact_root(base, exponent.denominator)) is not None:
             return _power(root, Fraction(exponent.numerator))
-    base, exponent = real(base), real(exponent)
+    base, exponent = to_mpmath(base), to_mpmath(exponent)
     if base != 0 and abs(exponent) * (abs(_CTX.mag(base)) + 1) > MAX_LOG2:
         raise Unreadable("too large")
     return base**exponent
@@ -166,7 +166,7 @@ def _power(base: Value, exponent: Value) -> Value:
 def _root(base: Value, degree: Value) -> Value:
     """Return the root of `base` of degree `degree`. For a negative base and an odd degree it is the real root."""
     is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2
-    negative = is_odd and is_real(base) and real(base).real < 0
+    negative = is_odd and is_real(base) and to_mpmath(base).real < 0
     root = _power(-base if negative else base, divide(Fraction(1), degree))
     return -root if negative else root
 
@@ -185,9 +185,9 @@ def _factorial(number: Value) -> Value:
     """Return the factorial, by the gamma function if `number` is no natural number. Raises Unreadable if too large."""
     if isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MAX_FACTORIAL:
         return Fraction(math.factorial(int(number)))
-    if abs(real(number)) > MAX_FACTORIAL:
+    if abs(to_mpmath(number)) > MAX_FACTORIAL:
         raise Unreadable("too large")
-    return _CTX.gamma(real(number) + 1)
+    return _CTX.gamma(to_mpmath(number) + 1)
 
 
 def _binomial(above: Value, below: Value) -> Value:
@@ -195,9 +195,9 @@ def _binomial(above: Value, below: Value) -> Value:
     whole = all(isinstance(part, Fraction) and part.denominator == 1 for part in (above, below))
     if whole and 0 <= below <= MAX_FACTORIAL and 0 <= above < 1 << 64:
         return Fraction(math.comb(int(above), int(below)))
-    if max(abs(real(above)), abs(real(below))) > MAX_FACTORIAL:
+    if max(abs(to_mpmath(above)), abs(to_mpmath(below))) > MAX_FACTORIAL:
         raise Unreadable("too large")
-    return _CTX.binomial(real(above), real(below))
+    return _CTX.binomial(to_mpmath(above), to_mpmath(below))
 
 
 def _log(name: str, number: Value, base: Value = None) -> Value:
@@ -209,9 +209,9 @@ def _log(name: str, number: Value, base: Value = None) -> Value:
     if number == 0:
         raise ZeroDivisionError
     if name == "ln":
-        return _CTX.ln(real(number))
+        return _CTX.ln(to_mpmath(number))
     base = Fraction(10) if base is None else base
-    logarithm = _CTX.ln(real(number)) / _CTX.ln(real(base))
+    logarithm = _CTX.ln(to_mpmath(number)) / _CTX.ln(to_mpmath(base))
     if isinstance(number, Fraction) and isinstance(base, Fraction) and number > 0 and base > 1 and abs(logarithm) < 65:
         exponent = int(_CTX.nint(logarithm))
         if _power(base, Fraction(exponent)) == number:
@@ -223,7 +223,7 @@ _ARITHMETIC: dict[str, Callable[..., Value]] = {
     "+": _fold(operator.add), "-": _fold(operator.sub), "*": _fold(operator.mul), "/": divide, "^": _power,
     "inverse": lambda number: divide(Fraction(1), number),
     "root": _root, "neg": operator.neg, "abs": abs, "sqrt": lambda number: _root(number, Fraction(2)),
-    "factorial": _factorial, "binom": _binomial, "degrees": lambda number: real(number) * _CTX.pi / 180,
-    "cis": lambda angle: _power(_CTX.e + 0, _CTX.mpc(0, 1) * real(angle)),
+    "factorial": _factorial, "binom": _binomial, "degrees": lambda number: to_mpmath(number) * _CTX.pi / 180,
+    "cis": lambda angle: _power(_CTX.e + 0, _CTX.mpc(0, 1) * to_mpmath(angle)),
     "exp": lambda number: _power(_CTX.e + 0, number),
 }  # fmt: skip
