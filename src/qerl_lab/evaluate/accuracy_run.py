@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -113,19 +113,28 @@ def ask_engine(
     Returns the questions left out and the seconds of answering. A function of its own, so that the first policy and
     engine are freed before the second are built.
     """
-    with ExitStack() as loaded:
-        evaluated = chosen if engine == OWN else loaded.enter_context(subject.dequantized_subject(chosen))
-        learner = subject.load_policy(evaluated)
-        if not gpu_memory.is_shared(learner.device):  # asked only now: another evaluation may load at the same time
+    with ExitStack() as stack:
+        evaluated = chosen if engine == OWN else stack.enter_context(subject.dequantized_subject(chosen))
+        loaded = subject.load_policy(evaluated)
+        if not gpu_memory.is_shared(loaded.device):  # asked only now: another evaluation may load at the same time
             evaluated.cfg.jobs_per_gpu = 1  # the jobs that shared the GPU with the run have ended
-        sampler = loaded.enter_context(closing(rollout.build(evaluated.cfg, learner)))
+        sampler = stack.enter_context(closing(rollout.build(evaluated.cfg, loaded)))
         started = time.time()
-        too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, learner, sampler, unfinished)
+        too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, loaded, sampler, unfinished)
         return too_long, time.time() - started
 
 
+class Part(NamedTuple):
+    """Questions of a benchmark that are asked together."""
+
+    file: str  # name of the Parquet file with their answers
+    task: Task
+    number: int  # of the part in its benchmark, from 0
+    questions: Sequence[Question]
+
+
 def answer_missing_parts(
-    cfg: RunConfig, tasks: Sequence[Task], identity: Mapping[str, Any], engine: str, learner: Policy, sampler: Engine,
+    cfg: RunConfig, tasks: Sequence[Task], identity: Mapping[str, Any], engine: str, loaded: Policy, sampler: Engine,
     unfinished: Unfinished,
 ) -> dict[str, int]:  # fmt: skip
     """Ask the questions to which the folder `unfinished` has no answers yet, and write the answers there.
@@ -133,18 +142,18 @@ def answer_missing_parts(
     Questions are asked in parts of about one generation batch, or four for vLLM, which refills its batch. Each part
     gets a Parquet file with a row per completion. The number of the part enters the sampling seed, which is the same
     for all arms and engines. Returns by benchmark how many questions are longer than max_prompt_tokens, and so not
-    asked. Raises ConfigError if all questions of a benchmark are too long, ValueError if the engine
-    failed or its logits are NaN.
+    asked. Raises ConfigError if all questions of a benchmark are too long, ValueError if the engine failed or its
+    logits are NaN.
 
     Args:
         identity: settings from `identifying_settings`, with the number of samples of each benchmark.
         engine: OWN or COMMON, the name of `sampler` in the rows.
     """
     ((sampling_name, samples),) = identity["samplings"].items()
-    too_long, parts = dict[str, int](), dict[str, tuple[Task, int, Sequence[Question]]]()  # parts by file
+    too_long, parts = dict[str, int](), list[Part]()
     limit, at_once = cfg.rollout.max_prompt_tokens, cfg.rollout.batch_size
     for task in tasks:
-        lengths = [len(learner.chat.prompt_ids(task.messages(question))) for question in task.heldout]
+        lengths = [len(loaded.chat.prompt_ids(task.messages(question))) for question in task.heldout]
         fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
         if not fitting:
             raise ConfigError(
@@ -154,18 +163,16 @@ def answer_missing_parts(
         too_long[task.name] = len(lengths) - len(fitting)
         size = max(1, at_once * (1 if cfg.rollout.engine == "transformers" else 4) // samples[task.name])
         for number, begin in enumerate(range(0, len(fitting), size)):
-            parts[f"{engine}-{task.name}-{number:05d}.parquet"] = task, number, fitting[begin : begin + size]
-    completions = {file: len(questions) * samples[task.name] for file, (task, _, questions) in parts.items()}
-    answered = {file: count for file, count in completions.items() if unfinished.has(file)}
-    total, ready = sum(completions.values()), sum(answered.values())
-    with terminal.ProgressBar(f"{engine} engine", total, ready, unit="completion") as bar:
-        for file, (task, number, questions) in parts.items():
-            if file in answered:
-                continue
+            file = f"{engine}-{task.name}-{number:05d}.parquet"
+            parts.append(Part(file, task, number, fitting[begin : begin + size]))
+    missing = [part for part in parts if not unfinished.has(part.file)]
+    total, to_ask = (sum(len(part.questions) * samples[part.task.name] for part in some) for some in (parts, missing))
+    with terminal.ProgressBar(f"{engine} engine", total, total - to_ask, unit="completion") as bar:
+        for file, task, number, questions in missing:
             seed, count = evaluation_seed(cfg.seed, task.name, number), samples[task.name]
             sampling = Sampling(cfg.rollout.max_completion_tokens, seed, cfg.eval.temperature, cfg.eval.top_p)
             try:
-                rows, _ = ask_questions(sampler, learner, task, questions, count, sampling, bar.advance)
+                rows, _ = ask_questions(sampler, loaded, task, questions, count, sampling, bar.advance)
             except EngineFailed as error:
                 reason = first_line(error).rstrip(".")
                 raise ValueError(f"{reason}. The same command goes on where it stopped.") from error

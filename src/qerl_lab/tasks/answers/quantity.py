@@ -91,9 +91,9 @@ def quantity(text: str) -> Quantity | None:
         words = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", found[1])
         if re.search(r"[^A-Za-z .,'/^{}\\0-9-]|(?<![\w^{-])\d", words):
             return None
-        return _of_words(text[: found.start()], words, unit)
+        return _read_words(text[: found.start()], words, unit)
     if (found := _WORDS.search(text)) and _may_be_unit(found[1], text[: found.start(1)], unit):
-        return _of_words(text[: found.start()], found[1], unit)
+        return _read_words(text[: found.start()], found[1], unit)
     return Quantity(text, unit)
 
 
@@ -121,7 +121,7 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
     return max(map(len, names)) > 3  # a word, since products of variables have no such long names
 
 
-def _of_words(body: str, words: str, money: str) -> Quantity | None:
+def _read_words(body: str, words: str, money: str) -> Quantity | None:
     """Return `body` as a Quantity, with the scale and the unit in the text behind it: `words`, as in "million dollars".
 
     `money` is the currency found beside the number, or ""; a currency replaces the unit in `words`. Returns None if
