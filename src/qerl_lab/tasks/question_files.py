@@ -188,6 +188,7 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
 
     Raises ConfigError if there is no such file.
     """
+    # A file of held-out rows may also be called `test` if the split on the hub has another name.
     names = [source.split(of_heldout), source.file, "test" if of_heldout and source.test else None]
     for inside in (folder, folder / "data", folder / source.hub_config):
         for name in filter(None, names):

@@ -22,10 +22,8 @@ _ENDS = {")": ")", "]": "]", r"\}": "}", r"\rangle": ")"}
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
 _MINUS = re.compile(r"\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")
 _IN = re.compile(r"\\in(?![A-Za-z])")
-_OR, _AND = (
-    re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])"),
-    re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])"),
-)
+_OR = re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])")
+_AND = re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])")
 _LIST = re.compile(rf"{_AND.pattern}|(?:[,;]\s*)?{_OR.pattern}")
 _COMMA, _COLON = re.compile("[,;]"), re.compile(":")
 _SIGN = re.compile(r"<=|>=|==|!=|[=<>]|\\(?:le|ge|ne|in|approx|lt|gt)(?![A-Za-z])")
