@@ -272,18 +272,22 @@ class _Reader:
 
     def mixed(self, token: Token) -> Node:
         r"""Return the number in `token`, plus a proper fraction of integers behind it: `1\frac{4}{5}`, `1 4/5`."""
-        number, tokens, start, parts = read_number(token.text), list(self.tokens), self.at, list[Node]()
+        number = read_number(token.text)
+        if not token.text.isdigit():
+            return number
+        tokens, start = list(self.tokens), self.at
         ahead = tokens[start : start + 3]
-        is_typed = [each.kind for each in ahead] == ["number", "sign", "number"] and ahead[1].text == "/"
-        if token.text.isdigit() and self.sees("frac"):
+        if self.sees("frac"):
             self.take()
             parts = [self.argument(), self.argument()]
-        elif token.text.isdigit() and is_typed:
+        elif [each.kind for each in ahead] == ["number", "sign", "number"] and ahead[1].text == "/":
             self.at += 3
             parts = [read_number(ahead[0].text), read_number(ahead[2].text)]
-        whole = [part.value for part in parts if isinstance(part, Num) and not part.digits]
-        if len(whole) == 2 and whole[0] < whole[1]:
-            return Num(number.value + whole[0] / whole[1])
+        else:
+            return number
+        integers = [part.value for part in parts if isinstance(part, Num) and not part.digits]
+        if len(integers) == 2 and integers[0] < integers[1]:
+            return Num(number.value + integers[0] / integers[1])
         self.tokens, self.at = tokens, start  # the fraction is a factor, if anything
         return number
 

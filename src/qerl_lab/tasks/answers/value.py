@@ -22,7 +22,8 @@ MAX_LOG2 = 1 << 20  # largest rounded number
 MAX_FACTORIAL = 1000
 _CTX = mpmath.MPContext()  # a private context: mpmath.mp is shared by the whole process
 _CTX.dps = 100
-_CONSTANTS = dict(zip(CONSTANTS, (_CTX.pi, _CTX.e, _CTX.inf, _CTX.mpc(0, 1), _CTX.mpc(0, 1)), strict=True))
+_PI, _E, _I = _CTX.pi + 0, _CTX.e + 0, _CTX.mpc(0, 1)  # adding 0 rounds mpmath's constants to 100 digits
+_CONSTANTS = dict(zip(CONSTANTS, (_PI, _E, _CTX.inf, _I, _I), strict=True))
 _CLOSE, _ZERO = _CTX.mpf(10) ** -40, _CTX.mpf(10) ** -70
 _SIZES = (1, 1, 3, 3, 3, 3, 30, 30)  # magnitude of the variables, by draw
 POINTS = len(_SIZES)  # number of points at which expressions with variables must agree
@@ -54,7 +55,7 @@ def value(node: Node, at: Point) -> Value:
     if isinstance(node, Num):
         return node.value
     if isinstance(node, Sym):
-        return _CONSTANTS[node.name] + 0 if node.name in _CONSTANTS else at[node.name]
+        return _CONSTANTS[node.name] if node.name in _CONSTANTS else at[node.name]
     try:
         return _bounded(_apply(node.name, [value(arg, at) for arg in node.args]))
     except (ArithmeticError, ValueError, TypeError, NotImplementedError, _CTX.NoConvergence) as error:
@@ -223,7 +224,7 @@ _ARITHMETIC: dict[str, Callable[..., Value]] = {
     "+": _fold(operator.add), "-": _fold(operator.sub), "*": _fold(operator.mul), "/": divide, "^": _power,
     "inverse": lambda number: divide(Fraction(1), number),
     "root": _root, "neg": operator.neg, "abs": abs, "sqrt": lambda number: _root(number, Fraction(2)),
-    "factorial": _factorial, "binom": _binomial, "degrees": lambda number: to_mpmath(number) * _CTX.pi / 180,
-    "cis": lambda angle: _power(_CTX.e + 0, _CTX.mpc(0, 1) * to_mpmath(angle)),
-    "exp": lambda number: _power(_CTX.e + 0, number),
+    "factorial": _factorial, "binom": _binomial, "degrees": lambda number: to_mpmath(number) * _PI / 180,
+    "cis": lambda angle: _power(_E, _I * to_mpmath(angle)),
+    "exp": lambda number: _power(_E, number),
 }  # fmt: skip
