@@ -159,7 +159,7 @@ class Numbers:
 
 
 def measure_pair(claim: Claim, pair: Pair) -> Numbers:
-    """Measure the effect of a pair of arms over the seeds that both have; `verdicts.floor_variances` adds the p-values.
+    """Measure the effect of a pair of arms over the seeds that both have; `verdicts.add_p_values` adds the p-values.
 
     Raises Unmeasured for too few shared seeds, questions or values of the spanned key, and if runs lack the measure.
     """

@@ -113,7 +113,7 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
             for row in rows_of_contrast:  # name the settings that tell the rows of a contrast apart
                 context = (item for item in row.context if item not in common and item[0] not in implied)
                 rows.append(replace(row, context=tuple(context)))
-    return set_verdicts(floor_variances(rows))
+    return set_verdicts(add_p_values(floor_variances(rows)))
 
 
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
@@ -166,7 +166,7 @@ def _measure_row(row: Row, pair: Pair) -> Row:
 
 
 def floor_variances(rows: Sequence[Row]) -> list[Row]:
-    """Raise small variances between seeds, and compute p-values. Rows without enough seeds stay as they are.
+    """Raise small variances between seeds. Rows without enough seeds stay as they are.
 
     A variance from few seeds may be small by luck. So the variance of each contrast becomes at least the median over
     the contrasts of the same family and measure, and at least the jackknife variance of the contrast. Contrasts with
@@ -180,9 +180,18 @@ def floor_variances(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if numbers := row.judged:
             of_seeds, of_questions = max(numbers.variances[0], numbers.jackknife), numbers.variances[1]
-            if not numbers.censored:  # a variance may be small by luck
+            if not numbers.censored:
                 of_seeds = max(of_seeds, float(np.median(family[row.claim.family, row.claim.measure])))
-            numbers = replace(numbers, variances=(of_seeds, of_questions))
+            row = replace(row, numbers=replace(numbers, variances=(of_seeds, of_questions)))
+        done.append(row)
+    return done
+
+
+def add_p_values(rows: Sequence[Row]) -> list[Row]:
+    """Compute the uncorrected p-values of each row with enough seeds; other rows stay as they are."""
+    done = []
+    for row in rows:
+        if numbers := row.judged:
             row = replace(row, numbers=replace(numbers, p=p_values(numbers, row.claim)))
         done.append(row)
     return done
