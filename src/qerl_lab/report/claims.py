@@ -175,26 +175,29 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
     """
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
     fields = check_fields(values, OF_CLAIM, OPTIONAL_OF_CLAIM, where)
-    rail = fields.get("guardrail")
-    if rail is not None:
-        rail = check_fields(rail, OF_GUARDRAIL, {}, f"{where}, guardrail")
-        rail = Guardrail(rail["measure"], parse_number(rail["margin"], f"{where}, guardrail: margin"))
-    for name in (fields["measure"], *([rail.measure] if rail else [])):
+    guardrail: Guardrail | None = None
+    if "guardrail" in fields:
+        limit = check_fields(fields["guardrail"], OF_GUARDRAIL, {}, f"{where}, guardrail")
+        guardrail = Guardrail(limit["measure"], parse_number(limit["margin"], f"{where}, guardrail: margin"))
+    for name in (fields["measure"], *([guardrail.measure] if guardrail else [])):
         if name not in MEASURES:
             raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
     if fields["direction"] not in (-1, 0, 1):
         raise ValueError(f"{where}: direction {fields['direction']} is none of -1, 0, 1")
     smallest = parse_number(fields["smallest"], f"{where}: smallest", 1 if MEASURES[fields["measure"]].ratio else 0)
-    if fields.get("best_of") and fields.get("mean_over"):
-        raise ValueError(f"{where} has both best_of and mean_over")
     spanned_keys = [fields[field] for field in ("best_of", "mean_over") if fields.get(field)]
+    if len(spanned_keys) > 1:
+        raise ValueError(f"{where} has both best_of and mean_over")
     for key in (*fields["free"], *spanned_keys):
         _check_key(key, where, KEYS_AND_GROUPS)
     if not fields["contrasts"]:
         raise ValueError(f"{where}: contrasts is empty, and there is nothing to compare")
     contrasts = tuple(_parse_contrast(entry, arms, where) for entry in fields["contrasts"])
-    fields |= {"contrasts": contrasts, "free": tuple(fields["free"]), "guardrail": rail, "smallest": smallest}
-    return Claim(**fields | {"added": str(fields.get("added", ""))}, file=file)
+    parsed = {
+        "contrasts": contrasts, "free": tuple(fields["free"]), "guardrail": guardrail, "smallest": smallest,
+        "added": str(fields.get("added", "")), "file": file,
+    }  # fmt: skip
+    return Claim(**fields | parsed)
 
 
 def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
@@ -203,25 +206,25 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
     Raises ValueError for an unknown arm, and if the paper lacks a number of `printed`.
     """
     fields = check_fields(values, OF_CONTRAST, OPTIONAL_OF_CONTRAST, f"{where}, a contrast")
-    for name in (fields["treated"], fields["control"]):
+    treated, control = fields["treated"], fields["control"]
+    for name in (treated, control):
         if name not in arms:
             raise ValueError(f"{where}: {name} is none of the arms.{did_you_mean(name, list(arms))}")
-    if fields["treated"] == fields["control"]:
-        raise ValueError(f"{where}: {fields['treated']} is compared with itself; write two arms")
+    if treated == control:
+        raise ValueError(f"{where}: {treated} is compared with itself; write two arms")
     printed = []
     for row in fields.get("printed", ()):
         row = check_fields(row, OF_PRINTED, {}, f"{where}, printed")
         for columns in row.values():
             check_fields(columns, dict.fromkeys(columns, TEXT), {}, f"{where}, printed")
-        printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
-        for columns in printed[-1]:
+        pair = (row["where"] | row["treated"], row["where"] | row["control"])
+        for columns in pair:
             try:
                 reference.select_row(**{str(column): cell for column, cell in columns.items()})
             except KeyError as error:
                 raise ValueError(f"{where}, printed: {error.args[0]}") from None
-    return Contrast(
-        fields["treated"], fields["control"], arms[fields["treated"]], arms[fields["control"]], tuple(printed)
-    )
+        printed.append(pair)
+    return Contrast(treated, control, arms[treated], arms[control], tuple(printed))
 
 
 def _check_key(key: Any, where: str, known: Collection[str]) -> None:
