@@ -15,6 +15,7 @@ from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
 from qerl_lab.report.arms import differing_keys, task_of
+from qerl_lab.report.measures import shared_machines
 from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, Run
 from qerl_lab.report.stats import CHANGE, SHARE, format_change, mean_of_arm
 from qerl_lab.report.table import mean_and_interval
@@ -64,7 +65,7 @@ class Comparison:
     @property
     def alone(self) -> list[str]:
         """Return the labels of arms in which no run shared its machine, so that seconds and tokens/s are comparable."""
-        return [label for label, runs in self.arms.items() if all(run.at_once == 1 for run in runs)]
+        return [label for label, runs in self.arms.items() if not shared_machines(runs)]
 
 
 def read(folders: Sequence[Path], may_be_empty: bool = False) -> Comparison:
