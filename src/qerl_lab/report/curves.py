@@ -97,13 +97,13 @@ def draw(
     columns = math.ceil(len(groups) / rows)
     runs = chosen.groupby("arm")["run_id"].nunique()
     labels = {arm: textwrap.fill(f"{arm} (n={count})", LEGEND_CHARS) for arm, count in runs.items()}
-    lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
-    lines = [max(lines[start : start + columns]) for start in range(0, len(lines), columns)]  # of each row's legends
-    height = sum(2.9 + 0.19 * count for count in lines)
+    legend_lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
+    most_lines = [max(legend_lines[start : start + columns]) for start in range(0, len(groups), columns)]  # by row
+    height = sum(2.9 + 0.19 * count for count in most_lines)
     with styled():
         figure, axes = plt.subplots(
             rows, columns, sharey=True, sharex=True, squeeze=False, figsize=(4.4 * columns, height),
-            height_ratios=[12 + count for count in lines],
+            height_ratios=[12 + count for count in most_lines],
         )  # fmt: skip
         for axis, group in zip(axes.flat, groups, strict=False):
             _draw_panel(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by, unit=unit)
@@ -181,7 +181,7 @@ def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -
     figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.7), squeeze=False)
     for axis, curve in zip(axes.flat, shown, strict=True):
         chosen = points[points["metric"] == curve.metric]
-        _draw_panel(axis, chosen, labels, curve, styles, thin=False)
+        _draw_panel(axis, chosen, labels, curve, styles, show_seeds=False)
         axis.set_title(curve.title)
         axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen, curve))
     add_legend_below(figure)
@@ -210,11 +210,11 @@ def _axis_limits(drawn: tuple[float, float], points: pd.DataFrame, curve: Curve)
 
 def _draw_panel(
     axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
-    styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, thin: bool = True, unit: str = "step",
+    styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, show_seeds: bool = True, unit: str = "step",
 ) -> None:  # fmt: skip
     """Draw the arms of `labels` (arm -> legend text) as lines or, if nothing was measured between, as points.
 
-    `thin=False` omits single seeds.
+    `show_seeds` adds the single seeds of each arm.
     """
     is_line = _is_line(points, curve)
     for number, (arm, label) in enumerate(labels.items()):
@@ -222,11 +222,11 @@ def _draw_panel(
         if points_of_arm.empty:
             continue
         if is_line:
-            _draw_line(axis, points_of_arm, by, label, curve, styles[arm], thin)
+            _draw_line(axis, points_of_arm, by, label, curve, styles[arm], show_seeds)
         else:
             beside = DODGE * (number - (len(labels) - 1) / 2)
             places = (points_of_arm[STEP] > 0) + beside if by == STEP else points_of_arm[by]
-            _draw_two_points(axis, points_of_arm.assign(place=places), label, curve, styles[arm], thin)
+            _draw_two_points(axis, points_of_arm.assign(place=places), label, curve, styles[arm], show_seeds)
     if is_line:
         style_panel(axis, curve.label, unit)
     elif by == STEP:
@@ -239,7 +239,7 @@ def _draw_panel(
 
 
 def _draw_two_points(
-    axis: Axes, points: pd.DataFrame, label: str, curve: Curve, style: Mapping[str, Any], thin: bool
+    axis: Axes, points: pd.DataFrame, label: str, curve: Curve, style: Mapping[str, Any], show_seeds: bool
 ) -> None:  # fmt: skip
     """Draw the mean of an arm before and after training, with 95% intervals; a thin dotted line joins the two.
 
@@ -252,7 +252,7 @@ def _draw_two_points(
         x.append(float(rows["place"].mean()))
         means.append(mean)
         ends.append((mean - low, high - mean))
-        if thin and len(values) > 1:
+        if show_seeds and len(values) > 1:
             axis.plot([x[-1]] * len(values), values, ".", color=style["color"], ms=4, alpha=0.4)
     axis.plot(x, means, label=label, zorder=3, **{**style, "linestyle": ":", "lw": 0.8})
     axis.errorbar(x, means, yerr=np.transpose(ends), fmt="none", ecolor=style["color"], elinewidth=1.2, capsize=3,
@@ -260,15 +260,15 @@ def _draw_two_points(
 
 
 def _draw_line(
-    axis: Axes, points: pd.DataFrame, by: str, label: str, curve: Curve, style: Mapping[str, Any], thin: bool
+    axis: Axes, points: pd.DataFrame, by: str, label: str, curve: Curve, style: Mapping[str, Any], show_seeds: bool
 ) -> None:  # fmt: skip
-    """Draw one arm in a panel: a thin line per seed, the mean as a thick line, and its 95% interval as a band.
+    """Draw one arm in a panel: the mean as a thick line, and its 95% interval as a band.
 
-    `by` is the column of the x axis. Seeds have values at different times if `by` is `CLOCK`. Then each seed is
-    interpolated linearly, and the mean covers only the time in which all seeds ran.
+    `show_seeds` adds a thin line per seed. `by` is the column of the x axis. Seeds have values at different times if
+    `by` is `CLOCK`. Then each seed is interpolated linearly, and the mean covers only the time in which all seeds ran.
     """
     seeds = [rows.set_index(by)["value"] for _, rows in points.groupby("run_id")]
-    for values in seeds if thin and len(seeds) > 1 else []:
+    for values in seeds if show_seeds and len(seeds) > 1 else []:
         axis.plot(values.index, values, color=style["color"], ls="-", marker="", lw=0.5, alpha=0.4)
     if by == STEP or len(seeds) == 1:
         table = pd.concat(seeds, axis=1, join="inner").sort_index()
