@@ -178,22 +178,22 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     shared = sorted(set(treated.low.columns) & set(control.low.columns))
     if not shared or (len(shared) == 1 and treated.low.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
-    low, high = treated.low[shared].to_numpy(float), treated.high[shared].to_numpy(float)
-    base_low, base_high = control.low[shared].to_numpy(float), control.high[shared].to_numpy(float)
+    treated_low, treated_high = treated.low[shared].to_numpy(float), treated.high[shared].to_numpy(float)
+    control_low, control_high = control.low[shared].to_numpy(float), control.high[shared].to_numpy(float)
     with np.errstate(invalid="ignore"):  # if both are censored, the difference is unknown
-        least = np.nan_to_num(low - base_high, nan=-np.inf, neginf=-np.inf)
-        most = np.nan_to_num(high - base_low, nan=np.inf, posinf=np.inf)
+        least = np.nan_to_num(treated_low - control_high, nan=-np.inf, neginf=-np.inf)
+        most = np.nan_to_num(treated_high - control_low, nan=np.inf, posinf=np.inf)
     at_least, at_most = (-most, -least) if claim.direction < 0 else (least, most)
     censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
-    known = low - base_low  # takes censored values at their lower bound
-    of_treated, of_control, of_effect = _jackknife(treated, control, shared)
+    known = treated_low - control_low  # takes censored values at their lower bound
+    treated_variance, control_variance, effect_variance = _jackknife(treated, control, shared)
     return Numbers(
         seeds=len(seeds), questions=len(shared), censored=censored,
-        treated=_interval(claim, low, low, high, of_treated),
-        control=_interval(claim, base_low, base_low, base_high, of_control),
-        effect=_interval(claim, known, least, most, of_effect),
+        treated=_interval(claim, treated_low, treated_low, treated_high, treated_variance),
+        control=_interval(claim, control_low, control_low, control_high, control_variance),
+        effect=_interval(claim, known, least, most, effect_variance),
         at_least=at_least, at_most=at_most, variances=stats.variance_components(known, floored=True),
-        jackknife=of_effect, guardrail=_test_guardrail(claim, pair, seeds),
+        jackknife=effect_variance, guardrail=_test_guardrail(claim, pair, seeds),
     )  # fmt: skip
 
 
