@@ -103,11 +103,11 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
     started = [*counted, *(run for run in runs if not run.is_finished)]
     for claim in of_paper() if claims is None else claims:
         for contrast in claim.contrasts:
-            row = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
+            empty = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
             try:
-                rows_of_contrast = [_measure_row(row, pair) for pair in find_pairs(claim, contrast, started)]
+                rows_of_contrast = [_measure_row(empty, pair) for pair in find_pairs(claim, contrast, started)]
             except Unmeasured as error:
-                rows_of_contrast = [replace(row, why=str(error), lacks_runs=isinstance(error, NoRuns))]
+                rows_of_contrast = [replace(empty, why=str(error), lacks_runs=isinstance(error, NoRuns))]
             common = set.intersection(*(set(row.context) for row in rows_of_contrast))
             implied = keys_implied_by_task([dict(row.context) for row in rows_of_contrast])
             for row in rows_of_contrast:  # name the settings that tell the rows of a contrast apart
@@ -137,8 +137,8 @@ def _measure_row(row: Row, pair: Pair) -> Row:
     If the pair cannot be measured, `why` has the reason in place of the numbers.
     """
     claim, sides = row.claim, (pair.treated, pair.control)
-    treated, control = (dict(side.runs[0].arm) for side in sides)  # both values of keys that may differ are settings
-    free = treated.keys() - dict(pair.context).keys() - {claim.spanned_key}
+    treated, control = (dict(side.runs[0].arm) for side in sides)
+    free = treated.keys() - dict(pair.context).keys() - {claim.spanned_key}  # keys in which the sides may differ
     context = dict(pair.context) | {key: f"{treated[key]} / {control.get(key)}" for key in free}
     runs, conditions = [run for side in sides for run in side.runs], []
     for key in CONDITIONS:
