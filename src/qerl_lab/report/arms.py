@@ -189,11 +189,15 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
         words = {key: format_setting(key, run.value(key)) for key in keys}
         for group in CHOICES:
             own = [key for key in keys if key.startswith(f"{group}.")]
+            if not own:
+                continue
             also = [key for key in differ if key.startswith(f"{group}.")]
             choice, departing = matching_option(group, run.settings, also), list[str]()
-            if own and choice is None and (nearest := nearest_option(group, run.settings, also)):
-                choice, departing = nearest if len(nearest[1]) + 1 < len(own) else (None, [])
-            if own and choice:
+            if choice is None and (nearest := nearest_option(group, run.settings, also)):
+                choice, departing = nearest
+                if 1 + len(departing) >= len(own):  # no shorter than the settings themselves
+                    continue
+            if choice is not None:
                 words = {key: word for key, word in words.items() if key not in own} | {own[0]: f"{group}={choice}"}
                 # keyed so that they are sorted directly after the choice
                 words |= {f"{own[0]} {key}": format_setting(key, run.value(key)) for key in departing}
