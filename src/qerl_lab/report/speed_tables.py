@@ -1,6 +1,7 @@
 """Tabulate benchmark results beside the paper's speed and memory (Tables 3 and 5 to 9, Figure 11)."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -48,7 +49,8 @@ def tabulate_files(paths: Sequence[Path]) -> SpeedSection:
             why = "holds no result" if path.is_dir() else "is not there"
             raise ConfigError(f"bench={path} {why}. Type a result of python -m qerl_lab.bench, or a folder of them.")
         files += found
-    notes, ours, sizes = list[str](), list[pd.DataFrame](), list[pd.DataFrame]()
+    notes, sizes = list[str](), list[pd.DataFrame]()
+    ours = defaultdict[str, list[pd.DataFrame]](list)  # by benchmark
     for file in dict.fromkeys(files):
         try:
             result = bench.load(file)
@@ -57,12 +59,11 @@ def tabulate_files(paths: Sequence[Path]) -> SpeedSection:
             if len(rows):
                 rows = _with_columns(rows, result)
                 sizes.append(_sizes(rows))
-                ours.append(rows)
+                ours[result["benchmark"]].append(rows)
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:  # invalid or incomplete
             about = f"left out, no complete result of python -m qerl_lab.bench ({error!r})."
         notes.append(f"{format_path(file)}: {about}")
-    rollouts, steps = ([rows for rows in ours if rows["benchmark"].iloc[0] == kind] for kind in ("rollout", "step"))
-    return SpeedSection([_rollout_table(rollouts), _step_table(steps), _memory_table(sizes)], notes)
+    return SpeedSection([_rollout_table(ours["rollout"]), _step_table(ours["step"]), _memory_table(sizes)], notes)
 
 
 def _describe_result(result: Result, rows: pd.DataFrame) -> str:
