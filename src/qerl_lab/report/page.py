@@ -70,8 +70,9 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     stored = results.to_tables(compared.runs, compared.damaged, compared.arm_of)
     compared = comparison.compare(*results.from_tables(stored))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(compared.arms), wanted) if compared.arms else None
-    own = folder / CLAIMS
-    rows = judge(compared.counted, compared.runs, claims.read(own, format_path(own)) if own.exists() else None)
+    file = folder / CLAIMS
+    own_claims = claims.read(file, format_path(file)) if file.exists() else None
+    rows = judge(compared.counted, compared.runs, own_claims)
     drawn = draw_all(compared, baseline)
     if figure := diagnostics.draw_effects(rows):
         caption = (
@@ -106,7 +107,7 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
     """
     if not compared.arms:
         return {}
-    points, arms = comparison.curves(compared), [runs[0] for runs in compared.arms.values()]
+    points, firsts = comparison.curves(compared), [runs[0] for runs in compared.arms.values()]  # a run of each arm
     styles = palette.styles_of_arms(compared.arms)
     alone = points[points["arm"].isin(compared.alone)]
     drawn: dict[str, list[Drawn]] = {"Weight formats": []}
@@ -115,16 +116,16 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
         about = f"Reward, entropy and held-out accuracy of {', '.join(group)}"
         drawn["Weight formats"].append(Drawn(name, about, palette.png(curves.draw_formats(points, group, title))))
     for curve in curves.recorded_curves(points):
+        drawn[curve.title] = []
         is_speed = curve.metric.endswith("tokens_per_second")
-        of_axis = {curves.STEP: alone if is_speed else points, curves.CLOCK: alone}
-        drawn[curve.title] = [
-            Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
-                  palette.png(curves.draw(chosen, curve, by, baseline, styles)))
-            for by, chosen in of_axis.items() if curve in curves.recorded_curves(chosen)
-        ] + [
-            Drawn(figure.name, figure.about, palette.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
-            for figure in paper_curves.figures_beside(curve.name, arms)
-        ]  # fmt: skip
+        for by, chosen in ((curves.STEP, alone if is_speed else points), (curves.CLOCK, alone)):
+            if curve in curves.recorded_curves(chosen):
+                about = f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}"
+                image = palette.png(curves.draw(chosen, curve, by, baseline, styles))
+                drawn[curve.title].append(Drawn(f"{curve.name}-{BY[by]}", about, image))
+        for figure in paper_curves.figures_beside(curve.name, firsts):
+            image, caption = palette.png(paper_curves.draw(figure)), paper_curves.caption(figure, firsts)
+            drawn[curve.title].append(Drawn(figure.name, figure.about, image, caption))
     drawn["Diagnostics"] = []
     if passes := diagnostics.draw_passes(compared):
         caption = "95% intervals over seeds and questions, clipped to 0 and 1."
@@ -166,7 +167,7 @@ def html(
         unmeasured=[row for row in rows if not row.numbers],
         without_runs=verdict_tables.contrasts_without_runs(rows),
         to_make=verdict_tables.missing_arms(rows), tables=tables(compared, baseline), speed=speed,
-        of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
+        of_paper=any(figure.name.startswith("paper_") for section in drawn.values() for figure in section),
         figures=drawn,
         provenance=_list_provenance(compared), arms_differ=comparison.tabulate_differing_settings(compared, "arm"),
     )  # fmt: skip
