@@ -136,9 +136,11 @@ def _entropy_table(comparison: Comparison) -> Table:
         entropies = [_by_seed(runs, f"entropy_{when}").to_frame() for when in ("first", "last")]
         row = [arm, *(seeds_cell(values, stats.NATS) for values in entropies)]
         for metric in ENTROPIES.values():
-            known = all(metric in run.steps for run in runs)
-            means = {run.seed: first_tenth(run.steps[metric].dropna()).mean() for run in runs} if known else {}
-            row.append(seeds_cell(pd.Series(means).to_frame(), stats.NATS) if known else NONE)
+            if all(metric in run.steps for run in runs):
+                means = {run.seed: first_tenth(run.steps[metric].dropna()).mean() for run in runs}
+                row.append(seeds_cell(pd.Series(means).to_frame(), stats.NATS))
+            else:
+                row.append(NONE)
         if arm in beside:
             line = {"BF16": "BF16/Float16"}.get(beside[arm][1], beside[arm][1])
             mean = reference.select_row(table="Figure 5", weight_format=line, setting=reference.EIGHT_STEPS)["number"]
