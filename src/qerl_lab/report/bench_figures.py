@@ -26,9 +26,9 @@ def figure(result: Result) -> Figure | None:
     rows = bench.measured(result)
     if rows.empty:
         return None
-    draw = {"train_step": _draw_train_step_costs, "rollout": _draw_rollouts, "step": _draw_step_times}
+    draw_of = {"train_step": _draw_train_step_costs, "rollout": _draw_rollouts, "step": _draw_step_times}
     with styled():
-        return draw[result["benchmark"]](rows, result["options"], gpu_of(result))
+        return draw_of[result["benchmark"]](rows, result["options"], gpu_of(result))
 
 
 def draw(result: Result, path: Path) -> None:

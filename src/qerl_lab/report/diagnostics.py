@@ -110,19 +110,19 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
     names the marks. Returns None if no row has numbers.
     """
     measured = [row for row in rows if row.numbers]
-    claims = [list(own) for _, own in groupby(measured, lambda row: row.claim.name)]
-    if not claims:
+    panels = [list(own) for _, own in groupby(measured, lambda row: row.claim.name)]  # the rows of a claim each
+    if not panels:
         return None
-    across = min(PANELS_ACROSS, len(claims))
-    levels = [claims[first : first + across] for first in range(0, len(claims), across)]  # panels side by side
+    across = min(PANELS_ACROSS, len(panels))
+    levels = [panels[first : first + across] for first in range(0, len(panels), across)]  # panels side by side
     tallest = [max(map(len, level)) for level in levels]
     lines = sum(max(_label_of(own[0].claim).count("\n") for own in level) for level in levels)
     size = (4.4 * across, 0.3 + 0.9 * len(levels) + 0.17 * lines + 0.5 * sum(tallest))
     figure, axes = plt.subplots(len(levels), across, figsize=size, squeeze=False, height_ratios=tallest)
-    for number, (axis, own) in enumerate(zip(axes.flat, claims, strict=False)):
+    for number, (axis, own) in enumerate(zip(axes.flat, panels, strict=False)):
         _draw_claim(axis, own)
         axis.set_ylim(0.5 - tallest[number // across], 0.5)
-    for axis in axes.flat[len(claims) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     marks = [  # of the legend: those that occur
         Line2D([], [], color="black", marker="o", label="measured, 95% interval"),
