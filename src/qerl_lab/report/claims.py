@@ -155,8 +155,10 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
         if not values["claims"]:
             raise ValueError("claims is empty, and there is nothing to test")
         conditions = _parse_settings(values.get("conditions", {}), "conditions")
-        analysis = values.get("analysis", "")
-        file = Claims(called, digest, str(values["committed"]), values["seeds"], conditions, analysis, queue)
+        file = Claims(
+            path=called, sha256=digest, committed=str(values["committed"]), seeds=values["seeds"],
+            conditions=conditions, analysis=values.get("analysis", ""), queue=queue,
+        )  # fmt: skip
         arms = {str(name): _parse_settings(own, f"arm {name}") for name, own in values.get("arms", {}).items()}
         claims = tuple(_parse_claim(own, file, arms) for own in values["claims"])
         names = [claim.name for claim in claims]
