@@ -165,10 +165,10 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     data = first.get("data", {})
     gpus = [gpu["uuid"] for session in sessions for gpu in session.get("gpus", []) if "uuid" in gpu]
     is_of_sweep = any(session.get("sweep") for session in sessions)  # a single run: see its command
-    at_once = [f"{key}={values[key]}" for key in ("jobs", "jobs_per_gpu") if key in values and is_of_sweep]
+    job_options = [f"{key}={values[key]}" for key in ("jobs", "jobs_per_gpu") if key in values and is_of_sweep]
     origin = Origin(
         command=join_sessions(session.get("command", "") for session in sessions),
-        configured=" ".join(at_once),
+        configured=" ".join(job_options),
         began=first.get("time", ""),
         commit=join_sessions(session.get("git_sha", "") for session in sessions),
         machine=join_sessions(map(_describe_machine, sessions)),
