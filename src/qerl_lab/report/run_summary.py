@@ -81,6 +81,6 @@ def next_steps(run_dir: Path) -> str:
         f"{line}.tools.samples {here}",
         f"{line}.report {here} {shell_override('out', f'results/{run_dir.name}')}",
     ]
-    if not (run_dir / "model").is_dir():
+    if not (run_dir / "model").is_dir():  # a model trained with lora=full needs no export
         lines.append(f"{line}.tools.export {here} {shell_override('out', f'exports/{run_dir.name}')}")
     return "\n".join(lines)
