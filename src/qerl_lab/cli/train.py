@@ -327,6 +327,7 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
     because the run may be meant for another machine. Raises ConfigError for the first job that could not start.
     """
     checked, first = [], plan.jobs[0].config
+    _check_claims(plan)
     for job in plan.jobs:
         if job.begun and RunDirectory(job.run_dir).status == "done":
             checked.append(job)
@@ -355,3 +356,15 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
     if first.launcher != "local" and not is_dry:
         cluster.check_can_submit(first)
     return replace(plan, jobs=checked)
+
+
+def _check_claims(plan: Plan) -> None:
+    """Raise ConfigError if the claims that new jobs are to test (`preregistration`) have a mistake.
+
+    Once runs have begun it is too late: they record the file's hash, and a corrected file has another.
+    """
+    for file in dict.fromkeys(job.config.preregistration for job in plan.jobs if not job.begun):
+        if file is not None:
+            from qerl_lab.report import claims  # pandas and scipy take a second
+
+            claims.read(Path(file), format_path(Path(file)), "preregistration")

@@ -10,6 +10,7 @@ from qerl_lab.cli import intent, launch, train
 from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import leaves
+from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.keys import NOT_PROPOSED, SET_BY_LAB, TYPES, unknown_key_error
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import READINGS, RunConfig
@@ -290,6 +291,16 @@ def test_a_bad_file_of_the_user_s_own(text, parts, capsys, tmp_path):
     message = refused("--config-dir mine experiment=mine", capsys)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize("line", ["", "-m seed=0,1 "])
+def test_claims_with_a_mistake_are_refused_before_a_run_records_their_hash(line, capsys, tmp_path):
+    text = (package_data("results/reference") / "claims.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(text.replace("measure: entropy_first", "measure: entropy_frist", 1))
+    message = refused(f"{line}preregistration=mine.yaml", capsys)
+    assert message.startswith("error: preregistration=mine.yaml: claim initial_entropy: measure entropy_frist is none")
+    (tmp_path / "mine.yaml").write_text(text)
+    assert train.main(["preregistration=mine.yaml", "dry_run=true"]) == 0
 
 
 def test_an_arm_without_its_first_line_is_told_to_have_it(capsys, tmp_path):
