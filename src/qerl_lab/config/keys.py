@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
+from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean, same_switch
 from qerl_lab.config.schema import RunConfig
 
 FIELDS: Mapping[str, Field[Any]] = {leaf.name: leaf.field for leaf in leaves(RunConfig())}  # by dotted key
@@ -126,7 +126,7 @@ def check_type(name: str, field: Field[Any], value: Any) -> None:
     """Raise ConfigError unless `value` has the type of the key `name`. An int is accepted for a float.
 
     `field` is the dataclass field of the key (see `option`). The message suggests the default, unless that is empty or
-    a long text. For 1e3 as a whole number it suggests 1000, if that is within the bounds.
+    a long text. For 1e3 as a whole number it suggests 1000, if that is within the bounds, for off as a boolean false.
     """
     kind: Any = field.type
     if has_type(value, kind):
@@ -138,8 +138,11 @@ def check_type(name: str, field: Field[Any], value: Any) -> None:
     if plain is int and isinstance(value, float) and value.is_integer():
         example = int(value)
         check_bounds(name, field.metadata, example)
+    choices = field.metadata["choices"] or (("false", "true") if plain is bool else ())
+    example = same_switch(value, choices) or example
+    allowed = ", ".join(choices) if plain is str and choices else describe_type(kind)
     raise ConfigError(
-        f"{name}={spell_value(value)} is not allowed; allowed: {describe_type(kind)}. "
+        f"{name}={spell_value(value)} is not allowed; allowed: {allowed}. "
         f"Type for example {name}={spell_value(example)}."
     )
 

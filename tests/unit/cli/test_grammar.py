@@ -73,7 +73,7 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
         ("step=x", ["step=x", "a whole number or null", "step=1"]),
         ("ratio=nan", ["ratio=nan", "finite"]),
         ("ratio=2", ["ratio=2", "at most 1"]),
-        ("flag=yes", ["flag=yes", "true or false", "flag=false"]),
+        ("flag=yes", ["flag=yes", "true or false", "flag=true"]),
         ("way=dwon", ["way=dwon", "up, down", "Did you mean down?"]),
     ],
 )
