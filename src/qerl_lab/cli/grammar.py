@@ -181,7 +181,20 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
         return ConfigError(
             f"{override} cannot be read. Type KEY=VALUE without spaces around the sign, or leave {override} out."
         )
-    one = f" For one value type {shell_override(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
+    is_text = keys.get(key.lstrip("+")) in TEXT
+    one = f" For one value type {shell_override(key, value)}." if is_text else ""
+    first, last = (end if end in ("'", '"') else "" for end in (value[:1], value[-1:]))
+    if (first or last) and (first != last or len(value) == 1):
+        whole = shell_override(key, value.strip(first or last)) if is_text else f"{key}={value.strip(first or last)}"
+        also = f", or {shell_override(key, value)} if the quote is part of it" if is_text else ""
+        return ConfigError(f"{override} has one quote of a pair. Type {whole}{also}.")
+    items = [item.strip() for item in value.split(",")]
+    if not is_text and any(items) and not all(items) and not set("([{'\"") & set(value):
+        values = [item for item in items if item]
+        what = f"{key}={','.join(values)}" if len(values) > 1 else f"{key}=A,B"
+        return ConfigError(
+            f"{override} lacks a value beside a comma. Type {what} without spaces, or {key}={values[0]} for one value."
+        )
     return ConfigError(
         f"{spell_value(override)} cannot be read. Type KEY=VALUE. If the value has a space or one of , = ( ) [ ] {{ }} "
         f"type two pairs of quotes: \"KEY='a, b'\".{one}"
