@@ -1,5 +1,7 @@
 """Spell command-line overrides (`key=value`) for Hydra, check each, and turn Hydra's errors into messages."""
 
+import json
+import operator
 import os
 import re
 import shlex
@@ -19,11 +21,19 @@ from qerl_lab.config.conf_folder import choices_of, default_option_by_group
 from qerl_lab.config.keys import NUMBERS, TEXT, TYPES, check_type, describe_type, field_of_key, spell_value
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean, same_switch
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import quote_text, quoted, shell_override, without_quotes
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 CLASHES = ("Only one of --run", "The --resolve flag")  # Hydra's messages about flags that exclude each other
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
+# Hydra's messages about a file of the user's: all its keys stand below its group, a group has a value as if it were a
+# key, an option of another group is looked for below its own.
+NO_PACKAGE = re.compile(
+    r"In '((\w+)/[^']+)': [^\n]*\n(?:Cannot convert 'DictConfig'|Key '\2').*full_key: \2\n", re.DOTALL
+)
+NO_GROUP = re.compile(r"In '([^']+)': [^\n]*\nMerge error: \w+ is not a subclass of (\w+)\. value: (.*)\n")
+IN_DEFAULTS = re.compile(r"In '((\w+)/[^']+)': Could not find '\2/(\w+)/([^']+)'")
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 GROUPS = {  # the folders of conf/, and sweeps
     "experiment": "one arm (condition) of a comparison (+experiment=NAME)",
@@ -179,6 +189,15 @@ def explain(error: Exception) -> str:
                 f"{found[1]}.yaml overrides options of other groups, and Hydra looks for them inside its own. "
                 "Write # @package _global_ as its first line."
             )
+        case ConfigCompositionException() if found := NO_PACKAGE.match(str(error)):
+            return f"{found[1]}.yaml sets keys of all groups. Write # @package _global_ as its first line."
+        case ConfigCompositionException() if found := NO_GROUP.match(str(error)):
+            return _explain_value_of_group(*found.groups())
+        case MissingConfigException() if (found := IN_DEFAULTS.match(str(error))) and found[3] in GROUPS:
+            return (
+                f"In '{found[1]}': its defaults list has {found[3]}: {found[4]}, which Hydra looks for inside "
+                f"{found[2]}/. Write override /{found[3]}: {found[4]}."
+            )
         case ConfigCompositionException() if found := SEVERAL.match(str(error)):
             name, _, value = found[1].lstrip("+").partition("=")
             value = without_quotes(value)  # `spell_for_hydra` put them
@@ -208,6 +227,23 @@ def explain(error: Exception) -> str:
             place = re.match(r"In '[^']+': ", str(error))
             return (place[0] if place else "") + _explain_key(cause, cause.full_key)
     return " ".join((str(error) or str(error.__cause__)).split())
+
+
+def _explain_value_of_group(place: str, kind: str, value: str) -> str:
+    """Return the message for a file `place` in which a group of keys has a value: `lora: rank64`.
+
+    `kind` is the class of the group's keys. A typed value is answered elsewhere (`unknown_option_error`).
+    """
+    groups, cfg = {name.rpartition(".")[0] for name in TYPES} - {""}, RunConfig()
+    group = next((name for name in sorted(groups) if type(operator.attrgetter(name)(cfg)).__name__ == kind), kind)
+    option = ""
+    if group in GROUPS:
+        known = choices_of(group)
+        meant = value if value in known else same_switch(value, known) or value
+        spelled = json.dumps(meant) if same_switch(meant, [meant]) else meant  # YAML would read off as false
+        option = f"override /{group}: {spelled} in its defaults list, or "
+    said = f"In '{place}': {group}: {value} gives a group of keys one value."
+    return f"{said} Write {option}its keys below {group.rpartition('.')[2]}:, indented."
 
 
 def _is_command(name: str) -> bool:

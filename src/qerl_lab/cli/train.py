@@ -220,7 +220,7 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
             hints |= dict.fromkeys(("config_path", "config_name"), "--config-dir DIR to add options of your own")
             raise unknown_flag_error(word, hints, [*FLAGS, *FLAGS_WITH_VALUE])
         flags.append(word)
-        if word in FLAGS_WITH_VALUE and left and "=" not in left[0]:
+        if word in FLAGS_WITH_VALUE and left and ("=" not in left[0] or os.path.exists(left[0])):
             flags.append(left.pop(0))
     return flags, overrides
 

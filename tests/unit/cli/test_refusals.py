@@ -297,6 +297,10 @@ def test_a_typed_password_is_refused_without_repeating_it(line, capsys, tmp_path
             "defaults:\n  - override /hydra/sweeper: mine\nhydra:\n  mode: MULTIRUN\n",
             ["hydra/sweeper=mine chooses jobs while it runs", "allowed: basic. Leave hydra/sweeper out."],
         ),
+        ("lora: rank64\n", ["lora: rank64 gives a group of keys one value. Write override /lora: rank64 in its"]),
+        ("aqn: off\n", ['aqn: False gives a group of keys one value. Write override /aqn: "off" in its defaults']),
+        ("rollout:\n  vllm: true\n", ["rollout.vllm: True gives a group", "Write its keys below vllm:, indented."]),
+        ("defaults:\n  - format: nf4\n", ["'experiment/mine'", "inside experiment/. Write override /format: nf4."]),
         ("defaults:\n  - override /aqn: off\n", ["a defaults list of --config-dir cannot be read", '"off"']),
     ],
 )
@@ -321,11 +325,23 @@ def test_claims_with_a_mistake_are_refused_before_a_run_records_their_hash(line,
     assert train.main(["preregistration=mine.yaml", "dry_run=true"]) == 0
 
 
-def test_an_arm_without_its_first_line_is_told_to_have_it(capsys, tmp_path):
-    (folder := tmp_path / "mine" / "experiment").mkdir(parents=True)
-    (folder / "mine.yaml").write_text("# mine\ndefaults:\n  - override /format: nf4\n")
-    message = refused("--config-dir mine experiment=mine", capsys)
+@pytest.mark.parametrize("group", ["experiment", "scale", "sweeps"])
+@pytest.mark.parametrize(
+    "text", ["defaults:\n  - override /format: nf4\n", "lora:\n  rank: 8\n", "hydra:\n  verbose: true"]
+)
+def test_a_file_without_its_first_line_is_told_to_have_it(group, text, capsys, tmp_path):
+    (folder := tmp_path / "mine" / group).mkdir(parents=True)
+    (folder / "mine.yaml").write_text(f"# mine\n{text}")
+    message = refused(f"--config-dir mine {group}=mine", capsys)
+    assert f"error: {group}/mine.yaml " in message
     assert "Write # @package _global_ as its first line." in message
+
+
+def test_a_folder_of_options_may_have_an_equals_sign_in_its_path(capsys, tmp_path):
+    (folder := tmp_path / "a=b" / "experiment").mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\nexperiment: mine\n")
+    assert train.main(["--config-dir", "a=b", "experiment=mine", "dry_run=true"]) == 0
+    assert "mine" in capsys.readouterr().out
 
 
 def test_a_file_of_the_user_s_own_is_an_option_like_ours(tmp_path, capsys):
