@@ -94,6 +94,8 @@ def training_overrides(options: QuantizeOptions) -> list[str]:
         f"scale={'pocket' if options.model == POCKET else 'custom'}",
         hydra_override("model.path", terminal.format_path(options.folder)),
     ]
+    if options.model != POCKET:
+        words.append("task=gsm8k")  # the default, arithmetic, is for the embedded policy
     if chosen.activations != usual.activations:
         words.append("rollout=vllm")  # which quantizes activations
     if chosen.ignore != usual.ignore:
