@@ -1,5 +1,6 @@
 """Preflight refuses a run before it starts: model files, questions, machine."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -306,6 +307,18 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
         preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct"), Path.cwd() / "run")
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cpu"), Path.cwd() / "run") == []
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-0.5B-Instruct"), Path.cwd() / "run") == []
+
+
+def test_steps_of_hours_on_a_cpu_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight, "_refuse_full_disk", lambda *_: None)
+    cfg = plain(model__path="Qwen/Qwen2.5-0.5B-Instruct", rollout__max_completion_tokens=4096)
+    (note,) = preflight.check(cfg, Path.cwd() / "run")
+    assert "128 completions of up to 4,096 tokens: it may take hours" in note
+    assert preflight.check(cfg, Path.cwd() / "run", is_here=False) == []
+    assert preflight.check(dataclasses.replace(cfg, device="cpu"), Path.cwd() / "run") == []
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
+    assert preflight.check(cfg, Path.cwd() / "run") == []
 
 
 def test_a_model_in_a_folder_needs_no_room_for_a_download(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

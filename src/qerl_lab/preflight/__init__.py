@@ -22,6 +22,7 @@ from qerl_lab.system.disk import cache_folder, hub_home
 from qerl_lab.tasks import question_files
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
+SLOW_ON_A_CPU = TOO_MANY_FOR_A_CPU * 128 * 256  # parameters x tokens of a step, which take as long with a smaller model
 RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, rounded up
 NEEDS_GPU = (  # key, value, package, what to type instead
     ("optim.name", "adamw_8bit", "bitsandbytes", "optim=adamw"),
@@ -30,11 +31,11 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 
 
 def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True, is_begun: bool = False) -> list[str]:
-    """Check a run's model, questions and directory before its start. Return notes to print (`question_counts.check`).
+    """Check a run's model, questions and directory before its start. Return notes to print.
 
-    With `is_here` the run will use this machine, and `check_machine` is called too. `is_begun` says that the run
-    continues in `run_dir`, so that no other directory can be typed. Raises ConfigError for a run that would fail at its
-    start.
+    The notes are of `_notes_on_speed` and `question_counts.check`. With `is_here` the run will use this machine, and
+    `check_machine` is called too. `is_begun` says that the run continues in `run_dir`, so that no other directory can
+    be typed. Raises ConfigError for a run that would fail at its start.
     """
     on_disk.check_content(cfg)
     folder = on_disk.local_path(cfg.model.path)
@@ -55,7 +56,7 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True, is_begun: bool
         raise ConfigError(f"the run directory {run_dir} cannot be {wrong}. {remedy}")
     if is_here:
         check_machine(cfg, run_dir, is_begun=is_begun)
-    return question_counts.check(cfg)
+    return (_notes_on_speed(cfg, folder) if is_here else []) + question_counts.check(cfg)
 
 
 def check_machine(cfg: RunConfig, run_dir: Path, *, is_begun: bool = False) -> None:
@@ -142,6 +143,22 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
             f"{model_size}, which take {needed / GIB:.1f} GiB with {setting}, and {place} has {held / GIB:.1f} GiB. "
             f"Type a smaller model{remedy}."
         )
+
+
+def _notes_on_speed(cfg: RunConfig, folder: Path | None) -> list[str]:
+    """Return a note if a step may take hours, because this machine has no GPU and the completions may be long.
+
+    The lengths in the configuration are limits, so such a run is not refused. `folder` is as in `_check_model_size`.
+    """
+    work = (_count_parameters(cfg.model.path, folder) or 0) * cfg.completions_per_step
+    work *= cfg.rollout.max_completion_tokens
+    if cfg.device != "auto" or machine.has_gpu() or work < SLOW_ON_A_CPU:
+        return []
+    return [
+        f"this machine shows no GPU, and a step samples {cfg.completions_per_step:,} completions of up to "
+        f"{cfg.rollout.max_completion_tokens:,} tokens: it may take hours, and an evaluation longer. Type for example "
+        "rollout.max_completion_tokens=256 rollout.prompts_per_step=4 eval.questions=64, or device=cpu to hide this"
+    ]
 
 
 @cache
