@@ -71,6 +71,8 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
     shared, ranges, lowest = list[str](), Ranges(), list[str]()
     for word in words:
         key, _, value = word.partition("=")
+        if "..." in value and _read_range(value):  # one dot too many would make .1e-2 of 1e-2
+            raise ConfigError(f"{word} has three dots. Type {key}={value.replace('...', '..')}.")
         if (ends := _read_range(value)) is None:
             shared.append(word)
             continue

@@ -189,6 +189,7 @@ def test_a_search_for_accuracy_needs_questions() -> None:
     (["steps=3"], "no word has a range"),
     (["seed=1", *RANGES], "seed is given 2 times"),
     (["optim.learning_rate=1e-2..1e-4"], "is not allowed; allowed: 0 < LOW < HIGH"),
+    (["optim.learning_rate=1e-4...1e-2"], r"has three dots. Type optim.learning_rate=1e-4\.\.1e-2\."),
     (["aqn.sigma_start=0..1"], "is not allowed; allowed: 0 < LOW < HIGH"),
     (["optim.learning_rate=0.1..2"], "optim.learning_rate=2.0 is not allowed; allowed: at most 1"),  # in a later trial
     (["optim.beta2=0.9..0.9999"], r"optim\.beta2=1\.0 is not allowed; allowed: at most 0\.99999"),  # rounded
