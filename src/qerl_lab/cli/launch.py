@@ -33,7 +33,7 @@ LOOK_SECONDS = 1.0  # between two checks of the stop file and of a run's process
 GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after a rank has died
 SAVE_SECONDS = 240.0  # for the processes of a job to save before the cluster kills it
 ABORT = "abort"  # content of the stop file
-STOPPING = "stopping: this step is finished and saved (Ctrl-C again aborts at once)"
+STOPPING = "stopping: what is under way, a step or held-out questions, is finished first (Ctrl-C again aborts at once)"
 ABORTING = "aborting: steps after the last checkpoint are lost"
 
 # Defaults for the child's environment. A spinning OpenMP thread stalls a second run on the same cores for minutes;
