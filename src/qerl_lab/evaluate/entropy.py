@@ -30,7 +30,8 @@ from qerl_lab.evaluate.subject import load_questions, packed_format, task_config
 from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable
-from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
+from qerl_lab.model.on_disk import read_json
+from qerl_lab.model.weight_files import WeightFiles, local_folder
 from qerl_lab.record.environment import environment
 from qerl_lab.report.stats import Interval, format_interval, p_value
 from qerl_lab.rollout.engine import Sampling

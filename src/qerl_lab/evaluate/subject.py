@@ -24,8 +24,9 @@ from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.loading import stored_as
+from qerl_lab.model.on_disk import read_json
 from qerl_lab.model.policy import Policy
-from qerl_lab.model.weight_files import copy_companions, local_folder, read_json
+from qerl_lab.model.weight_files import copy_companions, local_folder
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 from qerl_lab.tasks import Task
 from qerl_lab.tasks.question_files import reword_path_error

@@ -12,8 +12,9 @@ from torch import Tensor
 from qerl_lab.model import all_weights
 from qerl_lab.model.linear import PackedLinear, packed_layers
 from qerl_lab.model.loading import tied
+from qerl_lab.model.on_disk import read_json
 from qerl_lab.model.policy import Policy
-from qerl_lab.model.weight_files import copy_companions, read_json
+from qerl_lab.model.weight_files import copy_companions
 
 
 def base_tensors(policy: Policy) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from qerl_lab.formats import recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
-from qerl_lab.model.weight_files import read_json
 
 # Tensors in old checkpoints that models compute anew.
 _COMPUTED = r"rotary_emb\.inv_freq$"
@@ -45,7 +44,7 @@ def stored_as(folder: Path) -> PackedAs | None:
     ValueError, naming the file, if config.json is missing or describes an unsupported layout.
     """
     file = folder / "config.json"
-    config = read_json(file).get("quantization_config")
+    config = on_disk.read_json(file).get("quantization_config")
     if config is None:
         return None
     try:

@@ -24,8 +24,8 @@ from qerl_lab.config.spelling import hydra_override, shell_line, spell_list
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable, packed_head
-from qerl_lab.model.on_disk import is_ignored
-from qerl_lab.model.weight_files import WeightFiles, copy_companions, local_folder, read_json
+from qerl_lab.model.on_disk import is_ignored, read_json
+from qerl_lab.model.weight_files import WeightFiles, copy_companions, local_folder
 from qerl_lab.quantize import llmcompressor, quality, rtn
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.partial import Unfinished

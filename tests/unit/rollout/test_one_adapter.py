@@ -23,9 +23,8 @@ from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
 from packed_layers import BY_NAME
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.on_disk import ASSETS, read_json
 from qerl_lab.model.policy import Policy
-from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.vllm_engine import IN_THIS_PROCESS
 from small_checkpoints import edit_config

@@ -14,8 +14,8 @@ from packed_layers import BY_NAME, tiny_model
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import stored_as
-from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.model.weight_files import WeightFiles, read_json
+from qerl_lab.model.on_disk import ASSETS, read_json
+from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm import base
 from small_checkpoints import equal, load, write_packed
 

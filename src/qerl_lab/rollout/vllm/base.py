@@ -19,8 +19,9 @@ from qerl_lab import formats
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.loading import stored_as
+from qerl_lab.model.on_disk import read_json
 from qerl_lab.model.policy import Policy
-from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
+from qerl_lab.model.weight_files import WeightFiles, local_folder
 
 IN_MEMORY = Path("/dev/shm")  # RAM, so that a copy never touches a disk
 RUN_FOLDERS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # glob pattern; each process holds a lock on its folder

@@ -43,7 +43,7 @@ from qerl_lab.formats.fp8 import W8A8
 from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
 from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.model.weight_files import read_json
+from qerl_lab.model.on_disk import read_json
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.product import (
     TILES_ROWS,

@@ -30,9 +30,8 @@ from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.gpu_memory import free_bytes
 from qerl_lab.model.linear import packed_layers, total_bytes
-from qerl_lab.model.on_disk import cache_bytes_per_token
+from qerl_lab.model.on_disk import cache_bytes_per_token, read_json
 from qerl_lab.model.policy import Policy
-from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm import all_weights, logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
