@@ -19,7 +19,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.partial import Unfinished
 from qerl_lab.system.disk import make_directory, make_readable, replace_file, strict_json
 from qerl_lab.tasks.module_file import GraderFailed
-from qerl_lab.train.__main__ import needs_no_traceback
+from qerl_lab.train.__main__ import needs_traceback
 
 
 @pytest.mark.parametrize(("folder", "file"), [(0o755, 0o644), (0o770, 0o660), (0o700, 0o600)])
@@ -91,14 +91,14 @@ def test_a_file_system_without_locks_is_written_all_the_same(
 
 
 @pytest.mark.parametrize(
-    ("error", "in_a_line"),
+    ("error", "has_traceback"),
     [
-        (OSError(errno.ENOSPC, "No space left on device", "a"), True),
-        (OSError(errno.EIO, "Input/output error", "a"), False),
-        (ConfigError("a"), True),
-        (GraderFailed("a"), False),
-        (KeyError("a"), False),
+        (OSError(errno.ENOSPC, "No space left on device", "a"), False),
+        (OSError(errno.EIO, "Input/output error", "a"), True),
+        (ConfigError("a"), False),
+        (GraderFailed("a"), True),
+        (KeyError("a"), True),
     ],
 )
-def test_a_run_prints_the_traceback_of_what_may_be_a_bug_alone(error: Exception, in_a_line: bool) -> None:
-    assert needs_no_traceback(error) == in_a_line
+def test_a_run_prints_the_traceback_of_what_may_be_a_bug_alone(error: Exception, has_traceback: bool) -> None:
+    assert needs_traceback(error) == has_traceback

@@ -57,7 +57,7 @@ def main(directory: RunDirectory, parent: int) -> int:
         trace = redact(traceback.format_exc())
         if is_alone or directory.status != "failed":  # else another rank failed first and wrote FAILED
             directory.fail(f"{type(error).__name__}: {redact(str(error))}\n\n{trace}")
-        if not needs_no_traceback(error):
+        if needs_traceback(error):
             print(trace, end="", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) and not isinstance(error, GraderFailed) else FAILURE
 
@@ -81,13 +81,14 @@ def check_vllm_imports() -> None:
         ) from error
 
 
-def needs_no_traceback(error: Exception) -> bool:
-    """Return whether an error's message says enough, so that `main` does not print its traceback."""
+def needs_traceback(error: Exception) -> bool:
+    """Tell whether `main` prints the error's traceback, because the message alone does not say enough."""
     if isinstance(error, OSError):
-        return error.errno in FULL
+        return error.errno not in FULL
     if isinstance(error, GraderFailed):  # the error may be deep in what the user's file imports
-        return False
-    return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its file imports torch
+        return True
+    is_engine_failure = type(error).__name__ == "EngineFailed"  # by name, because importing the class imports torch
+    return not (is_engine_failure or isinstance(error, ConfigError | Diverged))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import check_scheme, mlflow_uri
 from qerl_lab.tracking.tracker import FINISH_SECONDS, Tracker
-from qerl_lab.train.__main__ import needs_no_traceback
+from qerl_lab.train.__main__ import needs_traceback
 from run_directories import write_config
 
 
@@ -134,7 +134,7 @@ def test_a_full_disk_and_a_lost_directory_are_errors_that_name_the_file(cfg: Run
     metrics.symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"No space left on device: '{metrics}'") as found:
         tracker.log(1, {"reward/mean": 0.0})
-    assert needs_no_traceback(found.value)
+    assert not needs_traceback(found.value)
     run.path.rename(tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError, match=str(metrics)):
         tracker.log(1, {"reward/mean": 0.0})
