@@ -219,13 +219,13 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 def linear_bytes(model: nn.Module) -> int:
     """Return the size in bytes of the Linear weights in the run's format. Biases and dense caches do not count."""
-    linears = 0
+    size = 0
     for module in model.modules():
         if isinstance(module, PackedLinear):
-            linears += module.packed_bytes()
+            size += module.packed_bytes()
         elif isinstance(module, nn.Linear) and getattr(module, "weight_format", None) is not None:
-            linears += module.weight.nbytes
-    return linears
+            size += module.weight.nbytes
+    return size
 
 
 def total_bytes(model: nn.Module) -> int:

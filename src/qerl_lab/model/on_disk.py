@@ -193,9 +193,8 @@ def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
 
 def check_chat_template(folder: Path, setting: str) -> None:
     """Raise ConfigError if `folder` has no chat template. `setting` (`key=value`) is how the user named the model."""
-    if (
-        folder / "chat_template.jinja"
-    ).exists():  # not chat_template.json, which transformers reads for processors only
+    # Not chat_template.json, which transformers reads for processors only.
+    if (folder / "chat_template.jinja").exists():
         return
     settings = folder / "tokenizer_config.json"
     if not settings.is_file() or not read_json(settings, setting).get("chat_template"):
@@ -296,15 +295,15 @@ def layers(folder: Path) -> tuple[Layer, ...]:
 
     Raises ConfigError if an index or a header cannot be read, or there are two sets of weights.
     """
-    linears = []
+    modules = []
     for file in list_weight_files(folder):
         for name, entry in read_safetensors_header(file)[0].items():
             if name != "__metadata__" and (match := _WEIGHT.match(name)):
                 # bitsandbytes stores NF4 as one column of bytes, so that only the number of weights is known
                 *rows, columns = entry["shape"]
                 weights_per_element = 2 if entry["dtype"] == "U8" else 1  # two 4-bit weights in a byte
-                linears.append(Layer(match[1], (*rows, columns * weights_per_element)))
-    return tuple(linears)
+                modules.append(Layer(match[1], (*rows, columns * weights_per_element)))
+    return tuple(modules)
 
 
 def parameters(folder: Path) -> int:

@@ -168,8 +168,8 @@ def probe(
     rows = rows[:: max(1, len(rows) // completions)][:completions]
     pairs = [(prompt_ids, completion.ids) for prompt_ids, completion in rows]
     tokens_T = torch.tensor([token for _, ids in pairs for token in ids], device=policy.device)
-    told = [logprob for _, completion in rows for logprob in completion.logprobs]
-    sampler_T = torch.tensor(told, dtype=torch.float64)
+    logprobs = [logprob for _, completion in rows for logprob in completion.logprobs]
+    sampler_T = torch.tensor(logprobs, dtype=torch.float64)
     noisy = {name: weight.to(policy.norms[name]) for name, weight in norms.items()}
     kl_chunks, noisy_chunks = list[Tensor](), list[Tensor]()
     with policy.as_sampler(policy.clean_norms):

@@ -43,19 +43,19 @@ def message_while_loading(cfg: RunConfig, device: torch.device, error: Exception
     """
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
-    shares = {"this run": own, OTHERS: max(0, total - free - own), "free": free}
+    by_owner = {"this run": own, OTHERS: max(0, total - free - own), "free": free}
     remedies = ["CUDA_VISIBLE_DEVICES=N in front of the command, for another GPU", "a smaller jobs_per_gpu"]
     remedies += ["format=nvfp4"] if cfg.format.name == DENSE_FORMAT else []
     return (
         f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({_torch_reason(error)}). In GiB: "
-        f"{_format_gib_by_owner(shares)}{_part_note(cfg, device)}. Type one of: {'; '.join(remedies)}; "
+        f"{_format_gib_by_owner(by_owner)}{_part_note(cfg, device)}. Type one of: {'; '.join(remedies)}; "
         "a smaller model.path."
     )
 
 
-def _format_gib_by_owner(shares: Mapping[str, int]) -> str:
+def _format_gib_by_owner(by_owner: Mapping[str, int]) -> str:
     """Format bytes by owner as text in GiB, e.g. `frozen base 1.25, free 0.50`."""
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in shares.items())
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in by_owner.items())
 
 
 def _part_note(cfg: RunConfig, device: torch.device) -> str:
@@ -76,10 +76,9 @@ def message_in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str
 
     `held_by_engine` is the result of `Engine.memory_bytes`, `error` torch's out-of-memory error.
     """
-    found = bytes_by_owner(policy, held_by_engine)
-    shares = _format_gib_by_owner(found)
+    by_owner = bytes_by_owner(policy, held_by_engine)
     remedies = []
-    if cfg.jobs_per_gpu > 1 or found.get(OTHERS, 0) > MUCH_BY_OTHERS:
+    if cfg.jobs_per_gpu > 1 or by_owner.get(OTHERS, 0) > MUCH_BY_OTHERS:
         remedies.append("a smaller jobs_per_gpu")
     at_once = cfg.optim.completions_at_once
     if at_once > 1:
@@ -95,5 +94,6 @@ def message_in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str
     elif cfg.rollout.engine == "transformers":
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
     return (
-        f"{_torch_reason(error)} In GiB: {shares}{_part_note(cfg, policy.device)}. Type one of: {'; '.join(remedies)}."
+        f"{_torch_reason(error)} In GiB: {_format_gib_by_owner(by_owner)}{_part_note(cfg, policy.device)}. "
+        f"Type one of: {'; '.join(remedies)}."
     )

@@ -232,8 +232,8 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
     }
     if unparsed:
         metrics["reward/unparsed"] = np.mean(unparsed)
-    if entropies := [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]:
-        metrics["sampler/entropy_nats"] = sum(entropies)
+    if weighted := [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]:
+        metrics["sampler/entropy_nats"] = sum(weighted)
     if not cfg.algorithm.dynamic_sampling:
         return metrics
     resampled, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
