@@ -127,13 +127,15 @@ def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     gap = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)
     if not any(sigmas) and gap > LARGEST_GAP:  # noise causes a gap by design
-        lockstep = "rollout.vllm_server.overlap=false, " if cfg.overlaps else ""  # an update causes a gap too
-        kernels = "rollout.vllm.linear_backend=marlin, or rollout=transformers"
-        remedy = f"{lockstep}{kernels}, and compare sampler/logprob_gap_max"
+        if cfg.rollout.engine == "transformers":
+            remedy = "model.dtype=float32"
+        else:
+            no_overlap = "rollout.vllm_server.overlap=false, " if cfg.overlaps else ""  # an update causes a gap too
+            other_kernels = "rollout.vllm.linear_backend=marlin, or rollout=transformers"
+            remedy = f"{no_overlap}{other_kernels}, and compare sampler/logprob_gap_max"
         signs["sampler and trainer are two policies"] = (
             f"Without noise each of the last steps had a token with log-probabilities {gap:.0f} nats apart or "
-            "more: sampler or trainer computes something else. Do not believe this run. "
-            f"Type {'model.dtype=float32' if cfg.rollout.engine == 'transformers' else remedy}."
+            f"more: sampler or trainer computes something else. Do not believe this run. Type {remedy}."
         )
     observed = [metrics.get("noise/std_observed", sigma) for metrics, sigma in zip(last, sigmas, strict=True)]
     if all(sigma > 0 and abs(std / sigma - 1) > SIGMA_TOLERANCE for std, sigma in zip(observed, sigmas, strict=True)):

@@ -47,6 +47,10 @@ class NoiseLevel:
         """Return the scheduled noise level of a step, in units of aqn.unit: a sigma, or a KL in nats per token."""
         return aqn.level(self.aqn, step, self.cfg.steps)
 
+    def stage(self, step: int) -> int:
+        """Return the stage of a step, from 0. A solved sigma serves all steps of its stage."""
+        return schedule.stage(step, self.cfg.steps, self.aqn.stages)
+
     def noise(self, step: int) -> aqn.Noise:
         """Return the noise to sample `step` with. If `needs_solving(step)`, call `solve(step, ...)` before."""
         sigma = self.target(step)
@@ -56,8 +60,7 @@ class NoiseLevel:
 
     def needs_solving(self, step: int) -> bool:
         """Return whether `solve` must run before the step, because its stage has noise and no solved sigma yet."""
-        stage = schedule.stage(step, self.cfg.steps, self.aqn.stages)
-        return self.solves and self.target(step) > 0 and self.state.get("stage") != stage
+        return self.solves and self.target(step) > 0 and self.state.get("stage") != self.stage(step)
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
         """Find the sigma at which the KL equals the target of the step's stage; store it in `state` for the stage.
@@ -65,9 +68,8 @@ class NoiseLevel:
         `nats_per_token` must return the mean KL, in nats per token, of a list of noises. `solve` passes it the noises
         of evenly spread steps of the stage, so that the KL fits the noise actually used.
         """
-        stage, target = schedule.stage(step, self.cfg.steps, self.aqn.stages), self.target(step)
-        total, stages = self.cfg.steps, self.aqn.stages
-        of_stage = [number for number in range(1, total + 1) if schedule.stage(number, total, stages) == stage]
+        stage, target = self.stage(step), self.target(step)
+        of_stage = [number for number in range(1, self.cfg.steps + 1) if self.stage(number) == stage]
         count = min(self.aqn.solver.draws, len(of_stage))
         steps = [of_stage[n * len(of_stage) // count] for n in range(count)]
         draws = [aqn.Noise(0.0, self.cfg.seed, number, self.aqn.relative) for number in steps]
