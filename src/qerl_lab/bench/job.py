@@ -2,7 +2,6 @@
 
 import math
 import zlib
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -87,6 +86,15 @@ class Job:
             "rank": self.rank, "gpus": self.gpus,
         }  # fmt: skip
 
+    def kv_gib(self, sequences: int) -> float:
+        """Return the GiB of a bfloat16 key-value cache that holds `sequences` prompts and completions of full length.
+
+        Adds room for one more sequence, and for one more block of `BLOCK` tokens in each sequence.
+        """
+        blocks = math.ceil((self.options["prompt"] + self.options["new"]) / BLOCK) + 1
+        per_token = cache_bytes_per_token(self.architecture, BFLOAT16_BYTES)
+        return float((sequences + 1) * blocks * BLOCK * per_token / GIB)
+
     def config(self) -> RunConfig:
         """Build the run configuration that measures this arm, from its overrides and the benchmark's options.
 
@@ -104,9 +112,8 @@ class Job:
                 "rollout.max_completion_tokens": options["new"],
             }  # fmt: skip
         if self.benchmark == "rollout":  # the engine has room for the largest batch
-            batch, longest = max(options["batches"]), options["prompt"] + options["new"]
-            cache_gib = kv_gib(self.architecture, batch, longest)
-            given |= {"rollout.batch_size": batch, "rollout.vllm.kv_cache_gib": cache_gib}
+            batch = max(options["batches"])
+            given |= {"rollout.batch_size": batch, "rollout.vllm.kv_cache_gib": self.kv_gib(batch)}
         if self.benchmark == "step":
             groups, group_size = options["groups"], options["group_size"]
             given |= {
@@ -119,15 +126,6 @@ class Job:
             OmegaConf.update(nested, key, value)
         values: Any = OmegaConf.to_container(nested)
         return from_dict(values)
-
-
-def kv_gib(architecture: Mapping[str, Any], sequences: int, longest: int) -> float:
-    """Return the GiB of a bfloat16 key-value cache that holds `sequences` sequences of `longest` tokens each.
-
-    Adds room for one more sequence, and for one more block of `BLOCK` tokens in each sequence.
-    """
-    per_token = cache_bytes_per_token(architecture, BFLOAT16_BYTES)
-    return float((sequences + 1) * (math.ceil(longest / BLOCK) + 1) * BLOCK * per_token / GIB)
 
 
 def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:

@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from qerl_lab.bench import lab, random_model
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import base_gib, clocks, memory_at_end, wait_for_gpu
-from qerl_lab.bench.job import Job, kv_gib
+from qerl_lab.bench.job import Job
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import device_of
@@ -146,7 +146,7 @@ def gpu_share(job: Job) -> float:
         return TRLS_SHARE
     options = job.options
     weights = sum(file.stat().st_size for file in Path(job.folder).glob("*.safetensors")) / GIB
-    cache = kv_gib(job.architecture, options["groups"] * options["group_size"], options["prompt"] + options["new"])
+    cache = job.kv_gib(options["groups"] * options["group_size"])
     total = torch.cuda.mem_get_info()[1] / GIB
     return max(TRLS_SHARE, math.ceil(100 * (weights + cache + SPARE_GIB) / total) / 100)
 

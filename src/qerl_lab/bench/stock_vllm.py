@@ -10,7 +10,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from qerl_lab.bench.job import Job, kv_gib
+from qerl_lab.bench.job import Job
 from qerl_lab.config.units import GIB
 from qerl_lab.rollout.vllm.transfer import max_rank
 
@@ -24,11 +24,11 @@ class StockSampler:
     def __init__(self, job: Job) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, as in TRL
         options, started = job.options, time.perf_counter()
-        batch, longest = max(options["batches"]), options["prompt"] + options["new"]
-        cache = int(kv_gib(job.architecture, batch, longest) * GIB)
+        batch = max(options["batches"])
         given = {  # sizes of the lab's engine, vLLM's defaults for the rest
-            "max_model_len": longest, "max_num_seqs": batch, "kv_cache_memory_bytes": cache,
-            "gpu_memory_utilization": 0.01, "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(job.rank),
+            "max_model_len": options["prompt"] + options["new"], "max_num_seqs": batch,
+            "kv_cache_memory_bytes": int(job.kv_gib(batch) * GIB), "gpu_memory_utilization": 0.01,
+            "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(job.rank),
             "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "use_tqdm_on_load": False,
             "distributed_executor_backend": "uni",
         }  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from bench_jobs import ARCHITECTURE, FakeSampler, fake_llm
 from qerl_lab.bench import arm_processes, gpu, rollout
 from qerl_lab.bench.bench_options import RolloutOptions
-from qerl_lab.bench.job import Job, kv_gib
+from qerl_lab.bench.job import Job
 from vllm_engines import NEEDS_VLLM
 
 NATS = math.log(300)
@@ -153,7 +153,7 @@ def test_the_clock_is_the_middle_of_whole_lines() -> None:
 
 def test_the_cache_holds_every_sequence_and_a_block_more() -> None:
     per_token = 2 * 2 * 2 * 32 * 2  # keys and values, layers, heads, their size, bytes
-    assert kv_gib(ARCHITECTURE, 4, 20) * 2**30 == 5 * 256 * per_token
+    assert job_of(options(prompt=12, new=8)).kv_gib(4) * 2**30 == 5 * 256 * per_token
 
 
 # Of a layer: columns of A and rows of B of q/k/v, o, gate/up and down; the lab keeps biases as they were stored too.
