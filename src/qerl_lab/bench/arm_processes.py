@@ -21,7 +21,7 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.bench_options import ARCHITECTURES, AnyOptions, Row
+from qerl_lab.bench.bench_options import ARCHITECTURES, AnyOptions, Row, StepOptions
 from qerl_lab.bench.job import Job, read_jobs
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model import policy
@@ -66,12 +66,13 @@ def prepare(options: AnyOptions) -> None:
 def run(options: AnyOptions) -> Iterator[Row]:
     """Measure all arms; yield the rows of each arm and rank. If an arm dies, its last row has the reason as `died`."""
     architecture, device = ARCHITECTURES[options.model], policy.device_of("auto")
+    mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0  # elsewhere no completion ends early
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         jobs = read_jobs(options, str(scratch))
         for rank in {job.rank for job in jobs if job.benchmark != "train_step"}:  # train_step makes its own adapters
             random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
         for folder, packing in {job.folder: job.packing for job in jobs}.items():
-            mean_tokens, started = jobs[0].options.get("mean_tokens", 0), time.perf_counter()
+            started = time.perf_counter()
             random_model.write(Path(folder), architecture, packing, device, mean_tokens)
             terminal.say(f"random weights in {packing.name}: written in {time.perf_counter() - started:.0f} s")
             gc.collect()  # a model may hold itself in a cycle
@@ -80,11 +81,11 @@ def run(options: AnyOptions) -> Iterator[Row]:
             for job in (job for job in jobs if job.folder == folder):
                 terminal.say(f"{job.arm}, rank {job.rank}: starts")  # minutes may pass before its first row
                 with tempfile.TemporaryDirectory(prefix="arm-", dir=scratch) as own:
-                    yield from measure(job, Path(own))
+                    yield from run_processes(job, Path(own))
             shutil.rmtree(folder)
 
 
-def measure(job: Job, folder: Path) -> Iterator[Row]:
+def run_processes(job: Job, folder: Path) -> Iterator[Row]:
     """Run a job in new processes, one per GPU of its arm, and yield its rows. `folder` receives job, rows and log.
 
     If a process fails, or if not all end in `timeout_minutes`, the last row has the reason under `died`. After Ctrl-C
@@ -105,6 +106,7 @@ def measure(job: Job, folder: Path) -> Iterator[Row]:
                 environment = os.environ | shown | variables
                 processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
         deadline = time.monotonic() + 60 * minutes
+        # Until all have ended, one has failed, or the time is up.
         while None in codes and not any(codes) and time.monotonic() < deadline:
             time.sleep(PAUSE)
             codes = [process.poll() for process in processes]
