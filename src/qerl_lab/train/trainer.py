@@ -439,20 +439,23 @@ class LabTrainer(GRPOTrainer):
         """Override the Trainer's hook: write TRL's files and the run's state atomically. Every rank must call it."""
         checkpoints = self.args.output_dir
 
-        def write_trainer_files(folder: Path) -> None:
+        def write_trainer_files(folder: Path | None) -> None:
+            """Let every rank write TRL's files to rank 0's `folder`. The other ranks pass None."""
             self.args.output_dir = self.ranks.from_first(str(folder))
             try:
                 super(LabTrainer, self)._save_checkpoint(model, trial)
             finally:
                 self.args.output_dir = checkpoints
             self.ranks.wait()
-            for made in [*folder.glob("checkpoint-*")]:  # TRL's subfolder, on the first rank
+            if folder is None:
+                return
+            for made in [*folder.glob("checkpoint-*")]:  # TRL's subfolder
                 for file in [*made.iterdir()]:
                     file.rename(folder / file.name)
                 made.rmdir()
 
         if not self.ranks.is_first:
-            write_trainer_files(Path(checkpoints))
+            write_trainer_files(None)
             return
         state = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
         state["micro_batch_size"] = self.cfg.optim.micro_batch_size
