@@ -338,9 +338,11 @@ def conclude(session: Session, tracker: Tracker) -> None:
 
     title = f"{cfg.experiment}: {cfg.model.name} on {cfg.task.name}, seed {cfg.seed}"
     plots.save_curves(runs.read_steps(directory), title, directory.curves, cfg.format.name)
-    result = runs.summarize(directory, seconds=directory.end_session())
-    result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
-    result |= {"heldout_questions_left_out": data.heldout_left_out}
+    result = runs.summarize(directory, seconds=directory.end_session()) | {
+        "training_questions": len(data.questions),
+        "training_questions_left_out": data.left_out,
+        "heldout_questions_left_out": data.heldout_left_out,
+    }
     tracker.finish("FINISHED", result)
     directory.finish(result)
     if cfg.checkpoint.keep == 0:

@@ -35,7 +35,7 @@ from qerl_lab.config.units import GIB
 from qerl_lab.evaluate import kl
 from qerl_lab.model.policy import Policy
 from qerl_lab.record import checkpoint
-from qerl_lab.record.metrics import METRICS
+from qerl_lab.record.metrics import METRICS, PHASES
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.system import terminal
 from qerl_lab.train import packing
@@ -389,11 +389,11 @@ class LabTrainer(GRPOTrainer):
             metrics["sampler/kernel_gap_max"] = metrics["sampler/logprob_gap_max"]
         if self.cfg.algorithm.entropy_coef > 0 or self.cfg.algorithm.entropy_target is not None:
             metrics["policy/entropy_coef"] = self.entropy_coef
-        seconds, phases = self.clock.seconds, ["rollout", "reward", "sync", "probe"]
+        seconds, clocked = self.clock.seconds, [phase for phase in PHASES if phase != "train"]
         if self.ranks.size > 1:
-            phases.append("wait")
-        metrics |= {f"seconds/{phase}": seconds[phase] for phase in phases}
-        metrics["seconds/train"] = seconds["step"] - sum(seconds[phase] for phase in phases)
+            clocked.append("wait")
+        metrics |= {f"seconds/{phase}": seconds[phase] for phase in clocked}
+        metrics["seconds/train"] = seconds["step"] - sum(seconds[phase] for phase in clocked)  # the rest of the step
         metrics["step/seconds"] = seconds["step"]
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
         metrics["step/tokens_per_second"] = sampled / seconds["step"]
