@@ -18,9 +18,9 @@ from qerl_lab.aqn.solver import Solution
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, refuse_incomplete
+from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.train.ranks import Ranks
-from qerl_lab.train.step import sampling_settings
+from qerl_lab.train.step import ask_engine, sampling_settings
 from qerl_lab.train.training_data import Cursor
 
 MAX_TEXT_TOKENS = 1024  # when solving for sigma: longer texts delay every rank and add little information
@@ -133,10 +133,9 @@ def build_kl_measure(
 
     def sample_own_texts() -> kl.Pairs:
         engine.sync(aqn.CLEAN)
-        if not prompts:
+        out = ask_engine(engine, prompts, 1, sampling)
+        if not out:
             return []
-        out = engine.generate(prompts, 1, sampling)
-        refuse_incomplete(out, len(prompts), 1, sampling)
         return [(prompt, sampled.ids) for prompt, sampled in zip(out.prompt_ids_P, out.completions, strict=True)]
 
     pairs = ranks.run_on_all(sample_own_texts, EngineFailed)
