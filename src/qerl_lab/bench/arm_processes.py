@@ -80,8 +80,8 @@ def run(options: AnyOptions) -> Iterator[Row]:
                 torch.cuda.empty_cache()
             for job in (job for job in jobs if job.folder == folder):
                 terminal.say(f"{job.arm}, rank {job.rank}: starts")  # minutes may pass before its first row
-                with tempfile.TemporaryDirectory(prefix="arm-", dir=scratch) as own:
-                    yield from run_processes(job, Path(own))
+                with tempfile.TemporaryDirectory(prefix="arm-", dir=scratch) as job_folder:
+                    yield from run_processes(job, Path(job_folder))
             shutil.rmtree(folder)
 
 

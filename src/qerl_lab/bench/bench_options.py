@@ -30,11 +30,11 @@ ARMS = (DENSE_FORMAT, "bf16_peft", *FORMATS[1:], "qlora")  # of train_step
 PEFT = {"bf16_peft": "bf16", "qlora": "nf4"}
 VLLM = {"bf16_stock": "bf16", "qlora_stock": "nf4", "nvfp4_stock": "nvfp4", "mxfp4_stock": "mxfp4", "fp8_stock": "fp8"}
 TRL = {"bf16_trl": "bf16", "qlora_trl": "nf4"}
-ARM = (
+ARM_HELP = (
     "a format's name is the lab's engine in that format, {}; KEY=VALUE after a name, in quotes, changes a key of the "
     "run (of a baseline: an argument of {})"
 )
-OUT = "results, as OUT.json and OUT.png; files there are replaced"
+OUT_HELP = "results, as OUT.json and OUT.png; files there are replaced"
 Row = dict[str, Any]  # measured values by name
 
 
@@ -48,7 +48,7 @@ class Options:
     arms: list[str] = option([], "names of arms, the conditions that are compared")
     scratch: str = option("/dev/shm", "directory for checkpoints of arms, which are removed")
     timeout_minutes: float = option(60, "an arm that takes longer is ended", above=0, at_most=100_000)
-    out: str = option("", OUT)
+    out: str = option("", OUT_HELP)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class TrainStepOptions(TrainingOptions):
     )
     sequences: int = option(8, "sequences in a step; timed in one micro-batch, and one by one", at_least=1)
     length: int = option(2048, "tokens of a sequence", at_least=2)
-    out: str = option("results/bench/train_step", OUT)
+    out: str = option("results/bench/train_step", OUT_HELP)
 
 
 @dataclass
@@ -79,7 +79,9 @@ class RolloutOptions(Options):
     BASELINES = VLLM
     arms: list[str] = option(
         ["bf16_stock", "qlora_stock", "nvfp4_stock", *FORMATS],
-        ARM.format("NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)", "vLLM's LLM"),
+        ARM_HELP.format(
+            "NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)", "vLLM's LLM"
+        ),
     )
     batches: list[int] = option(
         [8, 64, 256], "numbers of completions at once, each of a prompt of its own", at_least=1, at_most=65_536
@@ -88,7 +90,7 @@ class RolloutOptions(Options):
     ranks: list[int] = option([32], "ranks of the adapter; each is an engine of its own", at_least=1, at_most=512)
     new: int = option(512, "tokens of a completion, none ends earlier", at_least=2, at_most=30_000)
     repeats: int = option(3, "timed calls of each kind, after one that is not", at_least=1)
-    out: str = option("results/bench/rollout", OUT)
+    out: str = option("results/bench/rollout", OUT_HELP)
 
 
 @dataclass
@@ -97,7 +99,7 @@ class StepOptions(TrainingOptions):
     BASELINES = TRL
     arms: list[str] = option(
         ["bf16_trl", "qlora_trl", *FORMATS],
-        ARM.format(
+        ARM_HELP.format(
             "NAME_trl is TRL's GRPOTrainer with vLLM beside it, as they are (qlora_trl: bitsandbytes NF4)",
             "TRL's GRPOConfig",
         ),
@@ -111,7 +113,7 @@ class StepOptions(TrainingOptions):
         at_least=0, at_most=30_000,
     )  # fmt: skip
     micro_batch: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
-    out: str = option("results/bench/step", OUT)
+    out: str = option("results/bench/step", OUT_HELP)
 
 
 AnyOptions = TrainStepOptions | RolloutOptions | StepOptions

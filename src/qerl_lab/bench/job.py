@@ -20,7 +20,7 @@ from qerl_lab.model.on_disk import cache_bytes_per_token
 
 BFLOAT16_BYTES = 2
 # Keys of the group `format` that change the files of a checkpoint.
-OF_CHECKPOINTS = ["ignore", *(field.name for field in fields(FormatConfig) if field.metadata["only"])]
+CHECKPOINT_KEYS = ["ignore", *(field.name for field in fields(FormatConfig) if field.metadata["only"])]
 BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
 
@@ -49,13 +49,13 @@ class Job:
     def packing(self) -> FormatConfig:
         """Return the settings that the arm's checkpoint depends on: the weight format and its options.
 
-        Takes from the overrides only the keys OF_CHECKPOINTS. Other keys of the group `format` change no file, so arms
+        Takes from the overrides only the keys CHECKPOINT_KEYS. Other keys of the group `format` change no file, so arms
         that differ in them, such as in format.dense_cache, share a checkpoint. An override of format.name does not
         count either: rows are listed under the arm's format, so the checkpoint keeps it, and the loader refuses the
         override.
         """
-        own = {name: self.overrides[f"format.{name}"] for name in OF_CHECKPOINTS if f"format.{name}" in self.overrides}
-        return FormatConfig(name=self.format, **own)
+        given = {key: self.overrides[f"format.{key}"] for key in CHECKPOINT_KEYS if f"format.{key}" in self.overrides}
+        return FormatConfig(name=self.format, **given)
 
     @property
     def folder(self) -> str:
@@ -205,10 +205,10 @@ def check(options: AnyOptions) -> None:
                 _ = cfg.optim.completions_at_once  # not null: only a run measures the free memory
             except ConfigError as error:
                 raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
-            own = cfg.rollout.prompts_per_step * cfg.rollout.group_size
-            if completions is not None and own != completions:
+            arm_completions = cfg.rollout.prompts_per_step * cfg.rollout.group_size
+            if completions is not None and arm_completions != completions:
                 raise ConfigError(
-                    f"the arm {job.arm!r} has {own} completions in a step (rollout.prompts_per_step x "
+                    f"the arm {job.arm!r} has {arm_completions} completions in a step (rollout.prompts_per_step x "
                     f"rollout.group_size); allowed: groups x group_size = {completions}, because rows compare "
                     "steps of the same size. Type groups=N and group_size=N for all arms."
                 )

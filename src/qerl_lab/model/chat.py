@@ -12,7 +12,7 @@ from qerl_lab.config.option import ConfigError
 
 # How a tokenizer was loaded. transformers (5.17) saves this as if it were a property of the tokenizer.
 LOADING_OPTIONS = ("is_local", "local_files_only")
-# What a template leaves out if it leaves out the message of a role, and what the user can type then.
+# For each role: what the model never reads if the template leaves out its message, and what the user can type then.
 LEFT_OUT = {
     "system": ("the instruction", "Type task.instruction='', or another model"),
     "user": ("the question", "Type another model"),

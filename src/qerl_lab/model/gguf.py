@@ -28,7 +28,8 @@ FETCHED = {  # a file that make fetches -> the command, the model's id on the hu
     "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": ("make qwen", "Qwen/Qwen2.5-Coder-1.5B-Instruct"),
     "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": ("make qwen QWEN=0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
 }
-DTYPE, BYTES = "bfloat16", 2  # of dequantized weights: the dtype of the policy's base, so that vLLM needs no copy
+# Dequantized weights have the dtype of the policy's base, so that vLLM needs no copy.
+DTYPE, WEIGHT_BYTES = "bfloat16", 2
 LAYOUT = 2  # part of the hash: raise it to unpack every file anew
 STRING, ARRAY = 8, 9  # types of metadata values
 MAX_TEXT_BYTES = 2**24  # a damaged length would fill the memory

@@ -16,8 +16,8 @@ from qerl_lab.model.on_disk import INDEX, SINGLE, read_json
 
 # Download weights, configurations and tokenizers: no code, no pickles, no second copy of the weights.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-_COMPANIONS = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation_config
 _UNWANTED = ["*/*", "consolidated*"]
+_COMPANIONS = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation_config
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

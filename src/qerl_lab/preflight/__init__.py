@@ -198,7 +198,7 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path, *, is_begun:
     store = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()  # by huggingface_hub's rules
     remedy = "Set HF_HOME to a directory on another."
     if folder is None and gguf.is_gguf(cfg.model.path):
-        _refuse_full_disk(cache_folder(), gguf.BYTES * count, f"the weights of {cfg.model.path}", remedy)
+        _refuse_full_disk(cache_folder(), gguf.WEIGHT_BYTES * count, f"the weights of {cfg.model.path}", remedy)
     elif folder is None and not (store / f"models--{cfg.model.path.replace('/', '--')}").is_dir():
         _refuse_full_disk(store, 2 * count, f"the download of {cfg.model.path}", remedy)
 

@@ -42,8 +42,8 @@ def message_while_loading(cfg: RunConfig, device: torch.device, error: Exception
     It says how much memory is used and free, and what to type instead. `error` is torch's out-of-memory error.
     """
     free, total = torch.cuda.mem_get_info(device)
-    own = torch.cuda.memory_reserved(device)
-    by_owner = {"this run": own, OTHERS: max(0, total - free - own), "free": free}
+    reserved = torch.cuda.memory_reserved(device)
+    by_owner = {"this run": reserved, OTHERS: max(0, total - free - reserved), "free": free}
     remedies = ["CUDA_VISIBLE_DEVICES=N in front of the command, for another GPU", "a smaller jobs_per_gpu"]
     remedies += ["format=nvfp4"] if cfg.format.name == DENSE_FORMAT else []
     return (
