@@ -69,8 +69,9 @@ def run(options: AnyOptions) -> Iterator[Row]:
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0  # elsewhere no completion ends early
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         jobs = read_jobs(options, str(scratch))
-        for rank in {job.rank for job in jobs if job.benchmark != "train_step"}:  # train_step makes its own adapters
-            random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
+        if options.BENCHMARK != "train_step":  # which makes its own adapters
+            for adapter, rank in {job.adapter: job.rank for job in jobs}.items():
+                random_model.write_adapter(Path(adapter), architecture, rank)
         for folder, packing in {job.folder: job.packing for job in jobs}.items():
             started = time.perf_counter()
             random_model.write(Path(folder), architecture, packing, device, mean_tokens)
@@ -91,39 +92,39 @@ def run_processes(job: Job, folder: Path) -> Iterator[Row]:
     If a process fails, or if not all end in `timeout_minutes`, the last row has the reason under `died`. After Ctrl-C
     yields the rows so far, then raises KeyboardInterrupt.
     """
-    asked, rows, log = (folder / name for name in ("job.json", "rows.jsonl", "log.txt"))
-    asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    rows.touch()
-    command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(rows), str(os.getpid())]
+    job_file, rows_file, log_file = (folder / name for name in ("job.json", "rows.jsonl", "log.txt"))
+    job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    rows_file.touch()
+    command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(job_file), str(rows_file), str(os.getpid())]
     # Show the process only its GPUs. It could not hide the others itself: its imports may initialize CUDA.
     shown = {} if job.is_on_cpu else {ranks.VISIBLE: ",".join(ranks.visible_gpus()[: job.gpus])}
     minutes: float = job.options["timeout_minutes"]
     processes: list[subprocess.Popen[bytes]] = []
     codes: list[int | None] = [None]
     try:
-        with log.open("w", encoding="utf-8") as out:
+        with log_file.open("w", encoding="utf-8") as log:
             for variables in rank_variables(job.gpus):
                 environment = os.environ | shown | variables
-                processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+                processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         deadline = time.monotonic() + 60 * minutes
         # Until all have ended, one has failed, or the time is up.
         while None in codes and not any(codes) and time.monotonic() < deadline:
             time.sleep(PAUSE)
             codes = [process.poll() for process in processes]
     except KeyboardInterrupt:
-        yield from read_rows(rows)
+        yield from read_rows(rows_file)
         raise
     finally:
         for process in processes:
             process.kill()
             process.wait()
         remove_leftovers(IN_MEMORY, RUN_FOLDERS)
-    found = read_rows(rows)
-    yield from (row for row in found if "died" not in row)
-    if dead := [row for row in found if "died" in row]:
+    rows = read_rows(rows_file)
+    yield from (row for row in rows if "died" not in row)
+    if dead := [row for row in rows if "died" in row]:
         yield dead[0]  # the other ranks died of the first
-    elif reason := why_dead(codes, bool(found), minutes):
-        tail = log.read_text("utf-8", "replace").splitlines()[-LINES:]
+    elif reason := why_dead(codes, bool(rows), minutes):
+        tail = log_file.read_text("utf-8", "replace").splitlines()[-LINES:]
         yield job.about | {"died": reason, "log": "\n".join(tail)}
 
 

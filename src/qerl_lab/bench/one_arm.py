@@ -22,11 +22,11 @@ def main(words: list[str]) -> None:
     `words` are the path JOB.json, the path ROWS.jsonl, and the parent's process id. If an error is raised, a row with
     the reason as `died` is appended, then the error is raised again.
     """
-    asked, out, parent = words
+    job_file, rows_file, parent = words
     end_with_parent(int(parent))
-    job = Job(**json.loads(Path(asked).read_text(encoding="utf-8")))
+    job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
     quiet_third_parties()
-    with Path(out).open("a", encoding="utf-8", buffering=1) as file:
+    with Path(rows_file).open("a", encoding="utf-8", buffering=1) as file:
         try:
             for row in rows_of(job):
                 file.write(json.dumps(job.about | row) + "\n")

@@ -110,10 +110,10 @@ def time_call(sampler: "LabSampler | StockSampler", job: Job, batch: int, new: i
     started = time.perf_counter()
     sampler.renew()
     wait_for_gpu()
-    synced, busy = time.perf_counter(), time.thread_time()
+    synced, thread_started = time.perf_counter(), time.thread_time()
     logprobs_P = sampler.generate(prompts, new, seed)
     took = time.perf_counter() - synced
-    host_share = (time.thread_time() - busy) / took
+    host_share = (time.thread_time() - thread_started) / took
     lengths = {len(logprobs) for logprobs in logprobs_P}
     if len(logprobs_P) != batch or lengths != {new}:
         raise RuntimeError(

@@ -94,14 +94,14 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
     """
     options, started = job.options, time.perf_counter()
     completions = options["groups"] * options["group_size"]
-    micro_batch = job.overrides.get("per_device_train_batch_size", options["micro_batch"])
-    step_clock, micro_batches = StepClock(), completions // micro_batch
+    micro_batch_size = job.overrides.get("per_device_train_batch_size", options["micro_batch"])
+    micro_batches, step_clock = completions // micro_batch_size, StepClock()
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
         given = {  # sizes of the lab's arms, TRL's defaults for the rest
             "output_dir": folder, "use_vllm": True, "vllm_mode": "colocate",
             "vllm_gpu_memory_utilization": gpu_share(job),
             "vllm_max_model_length": options["prompt"] + options["new"], "model_init_kwargs": {"dtype": "bfloat16"},
-            "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": micro_batches,
+            "per_device_train_batch_size": micro_batch_size, "gradient_accumulation_steps": micro_batches,
             "steps_per_generation": micro_batches, "num_generations": options["group_size"],
             "max_completion_length": options["new"], "max_steps": options["steps"] + 1, "logging_steps": 1,
             "learning_rate": 1e-5, "bf16": True, "gradient_checkpointing": True, "save_strategy": "no",
@@ -132,7 +132,7 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
          "grad_norm": logs["grad_norm"]}
         for seconds, logs in zip(step_clock.seconds, logged, strict=False)  # `summarize` counts them
     ]  # fmt: skip
-    yield summarize(job, steps, micro_batch) | about | clock | memory_at_end()
+    yield summarize(job, steps, micro_batch_size) | about | clock | memory_at_end()
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -180,10 +180,10 @@ def step_values(metrics: dict[str, float]) -> Step:
     return step | {"nats": metrics["policy/entropy_nats"], "grad_norm": metrics["policy/grad_norm"]}
 
 
-def summarize(job: Job, steps: list[Step], micro_batch: int) -> Row:
+def summarize(job: Job, steps: list[Step], micro_batch_size: int) -> Row:
     """Summarize the steps of a run, except the first, as a row: medians, and tokens per second over all these steps.
 
-    `micro_batch` is the micro-batch size of this arm, because an override of the arm may change the command's size.
+    `micro_batch_size` is passed, because an override of the arm may change the command's option `micro_batch`.
     Raises RuntimeError if steps or tokens are missing, or if a gradient is zero or NaN.
     """
     options, timed = job.options, steps[1:]
@@ -198,6 +198,6 @@ def summarize(job: Job, steps: list[Step], micro_batch: int) -> Row:
     of_steps = pd.DataFrame(timed)
     return of_steps.median().to_dict() | {
         "tokens_per_second": of_steps["tokens"].sum() / of_steps["step_seconds"].sum(),
-        "completions": completions, "micro_batch": micro_batch,
+        "completions": completions, "micro_batch": micro_batch_size,
         **{name: options[name] for name in ("prompt", "new", "mean_tokens", "steps")},
     }  # fmt: skip

@@ -145,11 +145,11 @@ def found(grad_norm: float = 0.1) -> list[dict[str, float]]:
 
 
 def test_the_first_step_does_not_count(tmp_path: Path) -> None:
-    row = step.summarize(job(tmp_path, LAB, options()), found(), micro_batch=8)
+    row = step.summarize(job(tmp_path, LAB, options()), found(), micro_batch_size=8)
     assert row["step_seconds"] == 2.5
     assert row["tokens_per_second"] == 128 / 5
     slow = found()[-1] | {"step_seconds": 10.0}
-    row = step.summarize(job(tmp_path / "three", LAB, options(steps=3)), [*found(), slow], micro_batch=8)
+    row = step.summarize(job(tmp_path / "three", LAB, options(steps=3)), [*found(), slow], micro_batch_size=8)
     assert row["step_seconds"] == 3, "the median"
     assert row["tokens_per_second"] == 192 / 15
 
@@ -164,7 +164,7 @@ def test_the_first_step_does_not_count(tmp_path: Path) -> None:
 )
 def test_wrong_steps_end_the_arm(tmp_path: Path, steps: list[dict[str, float]], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        step.summarize(job(tmp_path, LAB, options()), steps, micro_batch=8)
+        step.summarize(job(tmp_path, LAB, options()), steps, micro_batch_size=8)
 
 
 def test_every_second_answer_earns_so_that_a_group_of_two_has_a_gradient(tmp_path: Path) -> None:
