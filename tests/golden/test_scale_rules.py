@@ -125,7 +125,7 @@ def test_mxfp4_subnormals_zeros_and_negative_zeros(rule: str) -> None:
 def test_the_configuration_allows_what_the_formats_know() -> None:
     assert schema.SCALE_RULES == nvfp4.SCALE_RULES
     assert schema.EXPONENT_RULES == mxfp4.EXPONENT_RULES
-    assert tuple(fp8.INPUT_ACTIVATIONS) == schema.ACTIVATIONS
+    assert tuple(fp8.INPUT_ACTIVATIONS) == schema.AUTO_OR_FP8
     own = {name: {option.name for option in fields(kind)} for name, kind in FORMATS.items()}
     keys = fields(schema.FormatConfig)
     assert own == {name: {key.name for key in keys if key.metadata["only"] == name} for name in FORMATS}

@@ -189,7 +189,7 @@ def _run_processes(
 
     with handle_stop_signals(forward_signal), run.console.open("ab") if sweep_job else nullcontext() as console:
         with _stop_signals_blocked():
-            for environment in environments:
+            for environment in environments:  # each child inherits the lock of the run's directory
                 child = subprocess.Popen(
                     child_command(run.path), env=environment, pass_fds=[lock.fileno()], stdout=console, stderr=console
                 )
@@ -205,10 +205,10 @@ def _run_processes(
 
 @contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """Context manager: hold back signals, so that none reaches a child started here before it can handle it.
+    """Context manager: block stop signals, so that a process started here gets none before it can handle them.
 
-    The child inherits the block and lifts it itself (see Stop.on_signals), except that of SIGUSR2: Slurm sends it to
-    the whole job before its time limit, and only this process may receive it.
+    A started process inherits the block and lifts it itself (see Stop.on_signals), but keeps SIGUSR2 blocked: Slurm
+    sends this signal to the whole job before the time limit, and only the present process may receive it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
     try:

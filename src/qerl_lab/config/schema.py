@@ -17,8 +17,7 @@ DENSE_FORMAT = "bf16"  # the unquantized weight format
 READINGS = ("released", "equation", "algorithm")
 EXPONENT_RULES = ("round", "floor", "ceil")
 SCALE_RULES = ("max", "four_over_six")
-ACTIVATIONS = ("auto", "fp8")
-DENSE_DTYPES = ("auto", "fp8")
+AUTO_OR_FP8 = ("auto", "fp8")
 ENGINES = ("transformers", "vllm", "vllm_server")
 SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic", "adaptive")
 CORRECTIONS = ("off", "in_ratio", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -72,7 +71,7 @@ class FormatConfig:
     )  # fmt: skip
     activations: str = option(
         "auto", "FP8 only: fp8 makes vLLM quantize activations too, by token (W8A8); auto keeps their dtype (W8A16)",
-        choices=ACTIVATIONS, only="fp8",
+        choices=AUTO_OR_FP8, only="fp8",
     )  # fmt: skip
 
 
@@ -235,7 +234,7 @@ class VllmConfig:
     )  # fmt: skip
     kv_cache_dtype: str = option(
         "auto", "fp8 halves the key-value cache and changes the numbers; auto is the compute dtype",
-        choices=("auto", "fp8"),
+        choices=AUTO_OR_FP8,
     )  # fmt: skip
     max_num_batched_tokens: int | None = option(
         None, "most tokens that vLLM computes at once, mainly prompts: fewer need less memory; null: vLLM's "
@@ -256,7 +255,7 @@ class VllmConfig:
     dense_dtype: str = option(
         "auto", "dtype of the copy for dense_rows; auto: the compute dtype; fp8: half the memory, and the layers' "
         "inputs are rounded to FP8 too, by token",
-        choices=DENSE_DTYPES,
+        choices=AUTO_OR_FP8,
     )  # fmt: skip
     share_base: bool = option(
         False,

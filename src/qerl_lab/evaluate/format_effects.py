@@ -130,9 +130,9 @@ def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataF
 
 
 def compare_noisy_to_clean(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Return entropy of the dense policy with noise and KL(noisy || clean) at each completion token.
+    """Compare the dense policy with noise to the one without, at each of the T completion tokens.
 
-    Both are float64 [T], on the CPU.
+    Returns the entropy with noise and KL(noisy || clean), each float64 [T] on the CPU.
     """
     dense = texts.policy
     with dense.as_sampler(noise.onto_norms(dense.clean_norms)):

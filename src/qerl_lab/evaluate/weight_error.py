@@ -15,7 +15,7 @@ FIT_ROUNDS = 4
 
 
 class LayerWeights(NamedTuple):
-    """The weight of a Linear before quantization, and as it is stored, dequantized: each [N, K] in float32."""
+    """The weight of a Linear layer before quantization and after dequantization, each [N, K] in float32."""
 
     weight: Tensor
     stored: Tensor

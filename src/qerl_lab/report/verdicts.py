@@ -250,9 +250,10 @@ def _decide(row: Row, numbers: Numbers, others: Sequence[PValues]) -> Row:
 
 
 def _correct_and_test(claim: Claim, p: PValues, others: Sequence[PValues]) -> tuple[PValues, Verdict]:
-    """Adjust the p-values of a contrast by Holm within its family; return them with the verdict that they allow.
+    """Correct the p-values of a contrast for the other contrasts of its family, and find the verdict.
 
-    `p` and `others` are the uncorrected p-values of the contrast and of the other contrasts in the family.
+    `p` has the contrast's uncorrected p-values, `others` has those of each other contrast. Returns the p-values
+    corrected by Holm's method, and the verdict at `LEVEL`.
     """
     adjusted = PValues(*(stats.holm([own, *rest])[0] for own, *rest in zip(p, *others, strict=True)))
     is_above, is_small, is_below = (value < LEVEL for value in adjusted)

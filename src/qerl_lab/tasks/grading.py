@@ -96,7 +96,7 @@ def number(text: str) -> Decimal | None:
 
 
 def _form(text: str) -> Form | None:
-    """Parse a text that `plain` has normalized; None if it cannot be read."""
+    """Parse an answer that `plain` has normalized. Return None if it cannot be read."""
     try:
         return read(text)
     except (Unreadable, RecursionError):

@@ -342,7 +342,7 @@ class Machine:
             return None
 
     def console_file(self, planned: Planned) -> Path:
-        """Return the file for the output of a run's commands: KEY.txt, beside the run's directory."""
+        """Return the path of KEY.txt, beside the run's directory, which collects the output of the run's commands."""
         return self.run_folder(planned).with_suffix(".txt")
 
     def _write_row(self, planned: Planned, run: RunDirectory, began: float, seconds: float, evaluated: int) -> None:

@@ -37,15 +37,13 @@ def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
     Raises ConfigError for products in FP8 on a GPU that cannot compute them; vLLM would leave activations in 16 bits.
     """
     vllm_cfg, weight_format = cfg.rollout.vllm, formats.build(cfg.format)
-    products_in_fp8 = {
-        "format.activations": weight_format == W8A8, "rollout.vllm.dense_dtype": vllm_cfg.dense_dtype == "fp8"
-    }  # fmt: skip
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < MULTIPLIES_FP8:
-        for key in [key for key, is_asked in products_in_fp8.items() if is_asked]:
-            raise ConfigError(
-                f"{key}=fp8 is not possible on {torch.cuda.get_device_name()}; allowed: GPUs of compute capability 8.9 "
-                f"(Ada) and higher. Type {key}=auto."
-            )
+    has_fp8_products = weight_format == W8A8 or vllm_cfg.dense_dtype == "fp8"  # not both: the second is for NVFP4
+    if has_fp8_products and torch.cuda.is_available() and torch.cuda.get_device_capability() < MULTIPLIES_FP8:
+        key = "format.activations" if weight_format == W8A8 else "rollout.vllm.dense_dtype"
+        raise ConfigError(
+            f"{key}=fp8 is not possible on {torch.cuda.get_device_name()}; allowed: GPUs of compute capability 8.9 "
+            f"(Ada) and higher. Type {key}=auto."
+        )
     backend = vllm_cfg.linear_backend
     may_be_humming = backend == "humming" or (backend == "vllm" and weight_format == W8A16)
     if may_be_humming and torch.cuda.is_available() and humming_races():

@@ -93,10 +93,10 @@ def stacked_product(
 def fp8_product(
     x: Tensor, W: Tensor, scale: Tensor, A: Tensor, B: Tensor, sizes: list[int], bias: Tensor | None = None
 ) -> Tensor:
-    """Return x (scale * W)^T + bias plus the adapter's product, y `[M, N]`, by vLLM's kernels for FP8.
+    """Return x (scale * W)^T + bias plus the adapter's product, y `[M, N]`. Multiplies with W in FP8.
 
-    The weight's product takes each row of x rounded to FP8 (E4M3) with a scale of its own. The adapter's product takes
-    x as it is.
+    vLLM's kernels round each row of x to FP8 (E4M3), with a scale per row, and multiply it with W. The adapter's
+    product takes x unrounded.
 
     Args:
         x: bfloat16 or float16 `[M, K]`.
