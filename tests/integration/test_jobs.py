@@ -11,7 +11,8 @@ import pytest
 
 from qerl_lab.cli import jobs, launch, scheduler
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.train import as_trials, main
+from qerl_lab.cli.manual import SEARCH_JOURNAL
+from qerl_lab.cli.train import main
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
 from qerl_lab.system.terminal import python_command
@@ -34,8 +35,9 @@ def test_a_job_is_told_what_was_typed_for_it(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_a_trial_of_a_search_does_not_name_the_next_command(capfd: pytest.CaptureFixture[str]) -> None:
-    with as_trials():
-        assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=trial"]) == 0
+    Path("search").mkdir()
+    Path("search", SEARCH_JOURNAL).touch()
+    assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=search/trial"]) == 0
     assert "next: " not in capfd.readouterr().out
     assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=sweep"]) == 0
     assert "next: " in capfd.readouterr().out

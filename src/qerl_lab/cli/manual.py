@@ -31,6 +31,7 @@ EXAMPLES = (
     ("python -m qerl_lab +experiment=nvfp4_aqn --cfg job", "the whole configuration of a run"),
 )
 
+SEARCH_JOURNAL = "study.journal"  # file of a search, beside the folders of its trials
 
 FLAGS = (
     "Flags (Hydra's): -m runs a sweep; --cfg job|hydra|all prints the configuration; --info prints how it",
@@ -142,10 +143,10 @@ def _format_notes(jobs: list[Job]) -> list[str]:
     ]
 
 
-def sweep_table(plan: Plan, *, names_next: bool = True) -> str:
+def sweep_table(plan: Plan) -> str:
     """Format the table at a sweep's end: each job's status with headline numbers, or the reason of its failure.
 
-    With `names_next` a line names the command that reports the sweep.
+    A line `next:` names the command that reports the sweep, unless the sweep is a trial of a search.
     """
     runs = [RunDirectory(job.run_dir) for job in plan.jobs]
     statuses = [run.status for run in runs]
@@ -166,7 +167,8 @@ def sweep_table(plan: Plan, *, names_next: bool = True) -> str:
     counts = ", ".join(f"{statuses.count(word)} {word}" for word in dict.fromkeys(statuses))
     here, command = format_path(plan.directory), f"{python_command()} -m qerl_lab"
     lines.append(f"{with_noun(len(plan.jobs), 'job')} in {here}: {counts}")
-    if "done" in statuses and names_next:
+    is_trial = (plan.directory.parent / SEARCH_JOURNAL).exists()  # the search names the next command at its end
+    if "done" in statuses and not is_trial:
         out = shell_override("out", f"results/{plan.directory.name}")
         lines.append(f"next: {command}.report {shlex.quote(here)} {out}")
         # That report tests the paper's claims, unless the folder has a claims.yaml.

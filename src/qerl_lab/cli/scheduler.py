@@ -98,13 +98,12 @@ def _show_until_done(waiting: dict[Any, Job], progress: SweepProgress, stop_file
     progress.close()
 
 
-def finish(plan: Plan, *, names_next: bool = True) -> int:
+def finish(plan: Plan) -> int:
     """Print a table of how the jobs of a sweep ended, and save it in the sweep's directory. Return the exit code.
 
-    `names_next` is as in `manual.sweep_table`.
     The code is 0 if all jobs are done, 130 after an interruption, else 1: a job failed or never began.
     """
-    table, stop_file = manual.sweep_table(plan, names_next=names_next), plan.directory / STOP_FILE
+    table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
     replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
     print(table)
     statuses = {RunDirectory(job.run_dir).status for job in plan.jobs}

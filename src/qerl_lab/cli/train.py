@@ -69,7 +69,6 @@ class CheckJobs(Callback):
     """Hydra callback for sweeps: at the start check all jobs and create their directories; at the end print results."""
 
     plan: ClassVar[Plan]  # of the sweep under way; `LabLauncher` reads it
-    is_trial: ClassVar[bool] = False  # the sweep is a trial of a search, which names the next command at its own end
 
     @past_hydra()
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
@@ -98,17 +97,7 @@ class CheckJobs(Callback):
     @past_hydra()
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Override Hydra's hook after a sweep's last job: print how each job ended; exit with the sweep's exit code."""
-        sys.exit(scheduler.finish(self.plan, names_next=not self.is_trial))
-
-
-@contextmanager
-def as_trials() -> Iterator[None]:
-    """Context manager: `main` runs sweeps as trials of a search, which do not print what to type next."""
-    CheckJobs.is_trial = True
-    try:
-        yield
-    finally:
-        CheckJobs.is_trial = False
+        sys.exit(scheduler.finish(self.plan))
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")

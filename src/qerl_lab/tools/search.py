@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP, Command
+from qerl_lab.cli.manual import SEARCH_JOURNAL
 from qerl_lab.config.keys import field_of_key
 from qerl_lab.config.option import ConfigError, check_bounds, option, require_package
 from qerl_lab.config.out import OutputOptions
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 FIRST_SEED = 100  # lower seeds are kept for the reported sweeps
 HOW_IT_RUNS = ("jobs=", "jobs_per_gpu=", "launcher=", "slurm=", "cpu_threads=")  # may change between two commands
-JOURNAL, TABLE = "study.journal", "table.txt"
+TABLE = "table.txt"
 ASKED = "asked"  # attribute of the study: the words that it was begun with
 Ranges = dict[str, tuple[float, float]]
 
@@ -130,7 +131,7 @@ def search(options: SearchOptions, words: list[str]) -> None:
     from qerl_lab.cli import train
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = JournalStorage(JournalFileBackend(str(options.folder / JOURNAL)))
+    storage = JournalStorage(JournalFileBackend(str(options.folder / SEARCH_JOURNAL)))
     study = optuna.create_study(storage=storage, study_name="search", direction="maximize", load_if_exists=True)
     kept = [word for word in shared if not word.startswith(HOW_IT_RUNS)]
     kept = sorted([*kept, *(f"{key}={low:g}..{high:g}" for key, (low, high) in ranges.items())])
@@ -145,8 +146,7 @@ def search(options: SearchOptions, words: list[str]) -> None:
     while trial := _next_trial(study, options, ranges):
         print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
         sweep = f"hydra.sweep.dir={options.trial_folder(trial)}"
-        with train.as_trials():
-            code = train.main(["-m", *shared, *_overrides(trial), options.seed_override, sweep])
+        code = train.main(["-m", *shared, *_overrides(trial), options.seed_override, sweep])
         if code == exits.INTERRUPTED:
             raise KeyboardInterrupt("the same command continues this trial")
         if code == exits.USAGE:
