@@ -24,8 +24,8 @@ NAMES = ("train", "heldout", "grade", "weights", "worked")
 PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
 
 
-class GraderFailed(ConfigError):
-    """The user's function `grade` raised an error. The exception's cause has its traceback."""
+class GraderFailed(ValueError):
+    """The user's function `grade` raised an error, which is the cause of this one and may be a bug in the function."""
 
 
 def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:

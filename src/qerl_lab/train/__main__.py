@@ -24,14 +24,12 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import FAILURE, FULL, USAGE
 from qerl_lab.system.processes import refuse_several_processes
-from qerl_lab.tasks.module_file import GraderFailed
 from qerl_lab.train.stop import Diverged, Stop
 
 
 def main(directory: RunDirectory, parent: int) -> int:
     """Train the run in `directory`; return the exit status: 0 done, 130 interrupted, 2 for a ConfigError, else 1.
 
-    GraderFailed has status 1 although it is a ConfigError, because the run has begun by then and is not refused.
     Writes FAILED on an error. `parent` is the id of the process that started this one: the run stops when it dies.
     """
     stop = Stop.on_signals(parent)
@@ -59,7 +57,7 @@ def main(directory: RunDirectory, parent: int) -> int:
             directory.fail(f"{type(error).__name__}: {redact(str(error))}\n\n{trace}")
         if needs_traceback(error):
             print(trace, end="", file=sys.stderr)
-        return USAGE if isinstance(error, ConfigError) and not isinstance(error, GraderFailed) else FAILURE
+        return USAGE if isinstance(error, ConfigError) else FAILURE
 
 
 def check_vllm_imports() -> None:
@@ -85,8 +83,6 @@ def needs_traceback(error: Exception) -> bool:
     """Tell whether `main` prints the error's traceback, because the message alone does not say enough."""
     if isinstance(error, OSError):
         return error.errno not in FULL
-    if isinstance(error, GraderFailed):  # the error may be deep in what the user's file imports
-        return True
     is_engine_failure = type(error).__name__ == "EngineFailed"  # by name, because importing the class imports torch
     return not (is_engine_failure or isinstance(error, ConfigError | Diverged))
 

@@ -33,6 +33,7 @@ from qerl_lab.report import run_summary, runs
 from qerl_lab.rollout.engine import Engine, EngineFailed
 from qerl_lab.system import terminal
 from qerl_lab.system.exits import INTERRUPTED, OK
+from qerl_lab.tasks.module_file import GraderFailed
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train import health, micro_batch, out_of_memory
 from qerl_lab.train.ranks import Ranks, join
@@ -165,7 +166,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     if cfg.task.module and not saved:  # a run with a checkpoint has graded already, perhaps never an empty text
         try:  # so that a mistake in the user's file is said before the model loads
             task.grade([""], task.train[:1])
-        except ConfigError as error:
+        except (ConfigError, GraderFailed) as error:
             raise ConfigError(f"{error} This was a trial with one empty text, before the model loads.") from error
     directory.refuse_other_device(device.type)
     try:

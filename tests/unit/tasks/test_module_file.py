@@ -15,6 +15,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import module_hash, with_absolute_paths
 from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.tasks import Question
+from qerl_lab.tasks.module_file import GraderFailed
 
 DOCS = Path(__file__).parents[3] / "docs" / "tasks.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -156,7 +157,6 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
 @pytest.mark.parametrize(("returned", "said"), [
     ("3", "must return a dict of scores with the keys format and answer, and returned 3."),
     ("{'answer': [1.0]}", "a dict of scores with the keys format and answer, and returned the keys answer."),
-    ("1 / 0", "grade(texts, questions) raised ZeroDivisionError: division by zero (line 1)."),
     ("{'format': [1.0], 'answer': [1.0, 0.0]}",
      "must return in 'answer' a score from 0 to 1 for each of the texts, here 1, and returned 2: [1.0, 0.0]."),
     ("{'format': [1.0], 'answer': [1.5]}",
@@ -170,10 +170,17 @@ def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str,
         task.grade(["a"], [Question("", "?", "1")])
 
 
-def test_a_grade_that_takes_other_arguments_is_told_by_the_name_of_its_file(tmp_path: Path) -> None:
-    task = load(tmp_path, "def grade(texts): return 3")
-    with pytest.raises(ConfigError, match=r"mine.py: grade\(texts, questions\) raised TypeError: .* 1 positional arg"):
+@pytest.mark.parametrize(("function", "said"), [
+    ("def grade(texts, questions): return 1 / 0", "raised ZeroDivisionError: division by zero (line 1)."),
+    ("def grade(texts): return 3", "raised TypeError: grade() takes 1 positional argument but 2 were given."),
+])  # fmt: skip
+def test_an_error_in_grade_is_told_by_the_name_of_its_file_and_is_none_of_the_configuration(
+    tmp_path: Path, function: str, said: str
+) -> None:
+    task = load(tmp_path, function)
+    with pytest.raises(GraderFailed, match=re.escape(f"mine.py: grade(texts, questions) {said}")) as caught:
         task.grade(["a"], [Question("", "?", "1")])
+    assert not isinstance(caught.value, ConfigError)
 
 
 def test_a_part_that_has_a_weight_is_returned(tmp_path: Path) -> None:
