@@ -49,6 +49,10 @@ GROUPS = {  # the folders of conf/, and sweeps
     "tracking": "where the metrics go",
     "sweeps": "a grid of runs, as a file of sweeps/ (+sweeps=NAME)",
 }
+GROUP_OF_CLASS = {  # VllmConfig -> rollout.vllm, for each group of keys in the schema
+    type(operator.attrgetter(group)(RunConfig())).__name__: group
+    for group in {name.rpartition(".")[0] for name in TYPES if "." in name}
+}
 
 
 def spell_for_hydra(override: str) -> str:
@@ -229,21 +233,22 @@ def explain(error: Exception) -> str:
     return " ".join((str(error) or str(error.__cause__)).split())
 
 
-def _explain_value_of_group(place: str, kind: str, value: str) -> str:
+def _explain_value_of_group(place: str, class_name: str, value: str) -> str:
     """Return the message for a file `place` in which a group of keys has a value: `lora: rank64`.
 
-    `kind` is the class of the group's keys. A typed value is answered elsewhere (`unknown_option_error`).
+    Hydra names the group only by its class in config/schema.py. A typed value is answered elsewhere
+    (`unknown_option_error`).
     """
-    groups, cfg = {name.rpartition(".")[0] for name in TYPES} - {""}, RunConfig()
-    group = next((name for name in sorted(groups) if type(operator.attrgetter(name)(cfg)).__name__ == kind), kind)
-    option = ""
-    if group in GROUPS:
-        known = choices_of(group)
-        meant = value if value in known else same_switch(value, known) or value
-        spelled = json.dumps(meant) if same_switch(meant, [meant]) else meant  # YAML would read off as false
-        option = f"override /{group}: {spelled} in its defaults list, or "
-    said = f"In '{place}': {group}: {value} gives a group of keys one value."
-    return f"{said} Write {option}its keys below {group.rpartition('.')[2]}:, indented."
+    group = GROUP_OF_CLASS.get(class_name, class_name)
+    problem = f"In '{place}': {group}: {value} gives a group of keys one value."
+    keys = f"its keys below {group.rpartition('.')[2]}:, indented"
+    if group not in GROUPS:  # a group of keys without options, such as rollout.vllm
+        return f"{problem} Write {keys}."
+    options = choices_of(group)
+    option = value if value in options else same_switch(value, options) or value
+    if same_switch(option, [option]):  # YAML would read off as false
+        option = json.dumps(option)
+    return f"{problem} Write override /{group}: {option} in its defaults list, or {keys}."
 
 
 def _is_command(name: str) -> bool:
