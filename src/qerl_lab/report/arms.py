@@ -20,16 +20,41 @@ LONGEST = 48  # most characters of a value in a label; the longest path to the e
 # --- which records are of one run, and which runs of one arm
 
 
-def match_questions(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with task.path changed, so that it tells whether two runs were asked the same questions.
+def match_task_paths(runs: Sequence[Run]) -> list[Run]:
+    """Rewrite task.path, so that runs of one task agree in it exactly if they were asked the same questions.
 
-    Questions are compared by the SHA-256 of the training and of the held-out questions. Runs with equal questions get
-    the path that comes first in `runs`. If runs with equal `task.*` settings had different questions, a hash of the
-    questions is added to each path.
+    Runs belong to one arm if their settings agree, but the same questions may have another path on another machine, and
+    other questions the same path.
+
+    1. Runs with equal questions get the path that comes first in `runs`.
+    2. If runs with equal `task.*` settings had different questions, a hash of the questions is added to each path.
+
+    A run with unknown questions keeps its path.
+    """
+    questions = _questions_of(runs)
+    first_path = dict[str, str]()  # by questions
+    renamed = [
+        _with_task_path(run, first_path.setdefault(asked, run.value(TASK_PATH))) if asked else run
+        for run, asked in zip(runs, questions, strict=True)
+    ]
+    asked_with = defaultdict[frozenset[tuple[str, str]], set[str]](set)  # questions by task.* settings
+    for run, asked in zip(renamed, questions, strict=True):
+        if asked:
+            asked_with[_task_settings(run)].add(asked)
+    return [
+        _with_task_path(run, f"{run.value(TASK_PATH)} #{hashlib.sha256(asked.encode()).hexdigest()[:6]}")
+        if asked and len(asked_with[_task_settings(run)]) > 1
+        else run
+        for run, asked in zip(renamed, questions, strict=True)
+    ]
+
+
+def _questions_of(runs: Sequence[Run]) -> list[str]:
+    """Identify the questions of each run, as `SHA-256 of training/SHA-256 of held-out`; an empty text if unknown.
 
     Older records lack a SHA-256. A missing SHA-256 of the held-out questions is taken from runs with the same training
     questions. If both are missing, both are taken from runs with the same path. If these runs disagree, it stays
-    missing, and the path stays as it is.
+    missing.
     """
     training = [run.origin.training_sha256 for run in runs]
     heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
@@ -37,23 +62,17 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
         f"{of_training}/{of_heldout}" if of_training else ""
         for of_training, of_heldout in zip(training, heldout, strict=True)
     ]
-    hashes = _fill_blanks([run.value(TASK_PATH) for run in runs], recorded)  # of each run's questions; "" if unknown
-    first_path, matched = dict[str, str](), list[Run]()
-    hashes_of_task = defaultdict[frozenset[tuple[str, str]], set[str]](set)
+    return _fill_blanks([run.value(TASK_PATH) for run in runs], recorded)
 
-    def task_settings(run: Run) -> frozenset[tuple[str, str]]:
-        return frozenset(item for item in run.settings.items() if item[0].startswith("task."))
 
-    for run, own in zip(runs, hashes, strict=True):
-        if own:
-            run = replace(run, settings={**run.settings, TASK_PATH: first_path.setdefault(own, run.value(TASK_PATH))})
-            hashes_of_task[task_settings(run)].add(own)
-        matched.append(run)
-    for n, (run, own) in enumerate(zip(matched, hashes, strict=True)):
-        if own and len(hashes_of_task[task_settings(run)]) > 1:
-            mark = hashlib.sha256(own.encode()).hexdigest()[:6]
-            matched[n] = replace(run, settings={**run.settings, TASK_PATH: f"{run.value(TASK_PATH)} #{mark}"})
-    return matched
+def _task_settings(run: Run) -> frozenset[tuple[str, str]]:
+    """Return the settings `task.*` of a run."""
+    return frozenset(item for item in run.settings.items() if item[0].startswith("task."))
+
+
+def _with_task_path(run: Run, path: str) -> Run:
+    """Return a copy of a run with task.path=`path`."""
+    return replace(run, settings={**run.settings, TASK_PATH: path})
 
 
 def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:

@@ -84,7 +84,7 @@ def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
 
     The newest finished run of each arm and seed counts.
     """
-    runs = arms.count_overlaps(arms.drop_copies(arms.fill_in_device(arms.match_questions(runs))))
+    runs = arms.count_overlaps(arms.drop_copies(arms.fill_in_device(arms.match_task_paths(runs))))
     counted, left_out = arms.choose_runs(runs)
     labels, runs_by_label = arms.labels(counted), dict[str, list[Run]]()
     for run in counted:

@@ -6,13 +6,14 @@ Pure: nothing is read or written.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from qerl_lab.report import stats
-from qerl_lab.report.claims import Claim, Contrast
+from qerl_lab.report.claims import Claim, Contrast, Settings
 from qerl_lab.report.measures import MEASURES, Unmeasured, Values
 from qerl_lab.report.runs import Arm, Run
 
@@ -70,41 +71,54 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
     finished run of each arm and seed, and unfinished runs, which are only counted. Raises Unmeasured, with the reason,
     if there is no pair, and NoRuns if one of the arms has no run at all.
     """
-    arms = ((contrast.treated, contrast.treated_settings), (contrast.control, contrast.control_settings))
-    sides, lacking = list[list[tuple[Arm, Side]]](), dict[str, int]()  # with the settings that a pair must share
-    for name, settings in arms:
-        wanted = {*settings.items(), *claim.file.conditions.items()}
-        runs_of_side = [run for run in started if wanted <= run.settings.items()]
-        grouped: dict[Arm, dict[str, list[Run]]] = {}  # settings without the spanned key -> its value -> runs
-        for run in runs_of_side:
-            value = run.value(claim.spanned_key) if claim.spanned_key else ""
-            others = tuple(item for item in run.arm if item[0] != claim.spanned_key)
-            grouped.setdefault(others, {}).setdefault(value, []).append(run)
-        finished = [(others, side) for others, runs in grouped.items() if (side := Side(runs)).runs]
-        if not finished:
-            lacking[name] = len(runs_of_side)
-        sides.append([
-            (tuple(item for item in others if not claim.is_free(item[0])), side) for others, side in finished
-        ])  # fmt: skip
-    if lacking:
+    treated_runs = _runs_with(claim, contrast.treated_settings, started)
+    control_runs = _runs_with(claim, contrast.control_settings, started)
+    by_name = ((contrast.treated, treated_runs), (contrast.control, control_runs))
+    if lacking := {name: len(runs) for name, runs in by_name if not any(run.is_finished for run in runs)}:
         reason = "no finished run of " + " and of ".join(f"{name} ({count} started)" for name, count in lacking.items())
         raise Unmeasured(reason) if all(lacking.values()) else NoRuns(reason)
-    pairs, differences = list[Pair](), list[set[str]]()
-    for context, treated in sides[0]:
-        for other_context, control in sides[1]:
-            if context == other_context:
-                shared = treated.finished.keys() & control.finished.keys() if claim.mean_over else set()
-                both = [
-                    Side({value: runs for value, runs in side.started.items() if not shared or value in shared})
-                    for side in (treated, control)
-                ]
-                pairs.append(Pair(both[0], both[1], context))
+    pairs, differences = list[Pair](), list[set[str]]()  # differences: the keys in which two sides differ
+    candidates = product(_group_into_sides(claim, treated_runs), _group_into_sides(claim, control_runs))
+    for (context, treated), (other_context, control) in candidates:
+        if context == other_context:
+            pairs.append(_pair(claim, treated, control, context))
+        else:
             differences.append({key for key, _ in {*context} ^ {*other_context}})
     if not pairs:
         nearest = min(differences, key=len)
         said = "no two arms are equal but for what is compared: the nearest two differ in"
         raise Unmeasured(f"{said} {', '.join(sorted(nearest))}")
     return pairs
+
+
+def _runs_with(claim: Claim, settings: Settings, started: Sequence[Run]) -> list[Run]:
+    """Return the runs with an arm's `settings` and under the conditions of the claim's file."""
+    wanted = {*settings.items(), *claim.file.conditions.items()}
+    return [run for run in started if wanted <= run.settings.items()]
+
+
+def _group_into_sides(claim: Claim, runs: Sequence[Run]) -> list[tuple[Arm, Side]]:
+    """Group runs into sides by all settings but the spanned key; leave out sides without a finished run.
+
+    Returns with each side the settings that the other side of its pair must share.
+    """
+    grouped: dict[Arm, dict[str, list[Run]]] = {}  # settings without the spanned key -> its value -> runs
+    for run in runs:
+        value = run.value(claim.spanned_key) if claim.spanned_key else ""
+        others = tuple(item for item in run.arm if item[0] != claim.spanned_key)
+        grouped.setdefault(others, {}).setdefault(value, []).append(run)
+    sides = [(others, Side(by_value)) for others, by_value in grouped.items()]
+    return [(tuple(item for item in others if not claim.is_free(item[0])), side) for others, side in sides if side.runs]
+
+
+def _pair(claim: Claim, treated: Side, control: Side, context: Arm) -> Pair:
+    """Pair two sides that share the settings `context`; with `mean_over` at the values of this key that both have."""
+    if claim.mean_over and (shared := treated.finished.keys() & control.finished.keys()):
+        treated, control = (
+            Side({value: runs for value, runs in side.started.items() if value in shared})
+            for side in (treated, control)
+        )
+    return Pair(treated, control, context)
 
 
 class Range(NamedTuple):
