@@ -31,63 +31,63 @@ _TRANSLATION = str.maketrans(_UNICODE | _FRACTIONS) | _FULL_WIDTH
 # The end of a macro: `\le` must not match the beginning of `\left`.
 _END = r"(?![A-Za-z])"
 _FONTS = r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathsf|mathtt|operatorname\*?|rm|bf"
-_SPELLINGS: list[tuple[re.Pattern[str], str]] = [
-    (re.compile(pattern), new)
-    for pattern, new in [
-        # sizes and limits say nothing; a row of a matrix ends with \row
-        (r"\\(?:left|right|middle)\s*\.(?!\d)", " "),
-        (rf"\\(?:m?left|m?right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}", " "),
-        (r"\\\\(?:\[[^\[\]]*\])?", r"\\row "),
-        # currencies, and a sign in words
-        (r"\\\$", r"\\dollar "),
-        (r"\b(?:USD?\s*\\dollar|USD|US\$)(?![A-Za-z])", r"\\dollar "),
-        (r"\bEUR(?![A-Za-z])", r"\\euro "),
-        (r"\bGBP(?![A-Za-z])", r"\\pound "),
-        (r"\b(?:INR|Rs\.?)(?=\s*\d)", r"\\rupee "),
-        (r"(?<![\w-])(?:negative|minus)\s+(?=[\d.\\])", "-"),
-        # delimiters of mathematics, {,} and spaces
-        (r"\\[\[\]()]", " "),
-        (r"\s*\{\s*,\s*\}", ","),
-        (r"\\!\s*", ""),
-        (r"\\[,;: >]|(?<=[^\s$])~|\\(?:q?quad|thinspace|enspace|medspace|hspace\{[^{}]*\})(?![A-Za-z])", " "),
-        # one macro for each sign
-        (rf"\\[dtc](frac|binom){_END}", r"\\\1"),
-        (rf"\\(le|ge|ne)q(?:slant|q)?{_END}", r"\\\1 "),
-        (rf"\\(?:lbrace){_END}", r"\\{"),
-        (rf"\\(?:rbrace){_END}", r"\\}"),
-        (rf"\\(?:lvert|rvert|vert){_END}", "|"),
-        (rf"\\(?:infin){_END}", r"\\infty "),
-        (rf"\\(?:varnothing){_END}", r"\\emptyset "),
-        (rf"\\var(phi|epsilon|theta|rho|pi|sigma|kappa){_END}", r"\\\1 "),
-        (
-            r"\^\s*\{\s*\\(?:circ|degree)(?![A-Za-z])\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])|\\(?:degree|degrees)(?![A-Za-z])",
-            r"^\\circ ",
-        ),
-        (r"\\not\s*=", r"\\ne "),
-        # other ways to write a product, a binomial, a modulus, a percentage, a prime
-        (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
-        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-        (r"\(?\s*\\[pb]?mod(?![A-Za-z])\s*\{?\s*(\w+)\s*\}?\s*\)?", r" \\mod \1"),
-        (r"\\%", "%"),
-        (r"\^\s*(?:\\prime(?![A-Za-z])|\{\s*\\prime\s*\})", "'"),
-        (r"\^\s*\{\s*\\prime\s*\\prime\s*\}", "''"),
-        # braces around the rows of a system of equations
-        (r"\\\{\s*\\begin\{array\}\{[lcr]*\}([^&]*)\\end\{array\}(?!\s*\\\})", r" \1 "),
-        (r"(?:\\\{\s*)?\\begin\{(cases|aligned)\}([^&]*)\\end\{\1\}", r" \2 "),
-        # fonts: around a letter, a number, a currency, a function or a word that joins they say nothing
-        (rf"\\(?:{_FONTS})\s*\{{\s*([eid])\s*\}}", r" \1 "),
-        (r"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*\{([^{}]*)\}", r" \1 "),
-        (rf"\\(?:{_FONTS})\s*\{{", r"\\text{"),
-        (r"\\text\{\s*((?:\\dollar\s*)?-?\d[\d,.]*)\s*\}", r" \1 "),
-        (r"\\text\{\s*\\(dollar|euro|pound|yen)\s*\}", r"\\\1 "),
-        (r"\\text\{\s*(and|or)\s*,?\s*\}", r" \1 "),
-        (r"\\text\{\s*(cis|(?:a|ar|arc)?(?:sin|cos|tan)h?|csc|cot|ln|log|exp|gcd|lcm|floor|ceil)\s*\}", r"\\\1 "),
-        (r"\\frac\s*\{\\text\{([^{}]*)\}\}\s*\{\\text\{([^{}]*)\}(\^\{?\d\}?)?\}", r"\\text{\1/\2}\3"),
-        # signs of logic
-        (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
-        (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
-    ]
+# A regular expression, and what replaces it. `plain` applies one after the other, so a later one sees what an earlier
+# one wrote.
+_REPLACEMENTS = [
+    # sizes and limits say nothing: \left( becomes (; a row of a matrix ends with \row
+    (r"\\(?:left|right|middle)\s*\.(?!\d)", " "),
+    (rf"\\(?:m?left|m?right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}", " "),
+    (r"\\\\(?:\[[^\[\]]*\])?", r"\\row "),
+    # currencies, and a sign in words: USD 5 becomes \dollar 5, minus 5 becomes -5
+    (r"\\\$", r"\\dollar "),
+    (r"\b(?:USD?\s*\\dollar|USD|US\$)(?![A-Za-z])", r"\\dollar "),
+    (r"\bEUR(?![A-Za-z])", r"\\euro "),
+    (r"\bGBP(?![A-Za-z])", r"\\pound "),
+    (r"\b(?:INR|Rs\.?)(?=\s*\d)", r"\\rupee "),
+    (r"(?<![\w-])(?:negative|minus)\s+(?=[\d.\\])", "-"),
+    # delimiters of mathematics, {,} and spaces: \(x{,}y\) becomes x,y
+    (r"\\[\[\]()]", " "),
+    (r"\s*\{\s*,\s*\}", ","),
+    (r"\\!\s*", ""),
+    (r"\\[,;: >]|(?<=[^\s$])~|\\(?:q?quad|thinspace|enspace|medspace|hspace\{[^{}]*\})(?![A-Za-z])", " "),
+    # one macro for each sign: \dfrac becomes \frac, \leq becomes \le
+    (rf"\\[dtc](frac|binom){_END}", r"\\\1"),
+    (rf"\\(le|ge|ne)q(?:slant|q)?{_END}", r"\\\1 "),
+    (rf"\\(?:lbrace){_END}", r"\\{"),
+    (rf"\\(?:rbrace){_END}", r"\\}"),
+    (rf"\\(?:lvert|rvert|vert){_END}", "|"),
+    (rf"\\(?:infin){_END}", r"\\infty "),
+    (rf"\\(?:varnothing){_END}", r"\\emptyset "),
+    (rf"\\var(phi|epsilon|theta|rho|pi|sigma|kappa){_END}", r"\\\1 "),
+    (
+        r"\^\s*\{\s*\\(?:circ|degree)(?![A-Za-z])\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])|\\(?:degree|degrees)(?![A-Za-z])",
+        r"^\\circ ",
+    ),
+    (r"\\not\s*=", r"\\ne "),
+    # other ways to write a product, a binomial, a modulus, a percentage, a prime: {n \choose k} becomes \binom{n}{k}
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
+    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\(?\s*\\[pb]?mod(?![A-Za-z])\s*\{?\s*(\w+)\s*\}?\s*\)?", r" \\mod \1"),
+    (r"\\%", "%"),
+    (r"\^\s*(?:\\prime(?![A-Za-z])|\{\s*\\prime\s*\})", "'"),
+    (r"\^\s*\{\s*\\prime\s*\\prime\s*\}", "''"),
+    # braces around the rows of a system of equations
+    (r"\\\{\s*\\begin\{array\}\{[lcr]*\}([^&]*)\\end\{array\}(?!\s*\\\})", r" \1 "),
+    (r"(?:\\\{\s*)?\\begin\{(cases|aligned)\}([^&]*)\\end\{\1\}", r" \2 "),
+    # fonts: around a letter, a number, a currency, a function or a word that joins they say nothing
+    (rf"\\(?:{_FONTS})\s*\{{\s*([eid])\s*\}}", r" \1 "),
+    (r"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*\{([^{}]*)\}", r" \1 "),
+    (rf"\\(?:{_FONTS})\s*\{{", r"\\text{"),
+    (r"\\text\{\s*((?:\\dollar\s*)?-?\d[\d,.]*)\s*\}", r" \1 "),
+    (r"\\text\{\s*\\(dollar|euro|pound|yen)\s*\}", r"\\\1 "),
+    (r"\\text\{\s*(and|or)\s*,?\s*\}", r" \1 "),
+    (r"\\text\{\s*(cis|(?:a|ar|arc)?(?:sin|cos|tan)h?|csc|cot|ln|log|exp|gcd|lcm|floor|ceil)\s*\}", r"\\\1 "),
+    (r"\\frac\s*\{\\text\{([^{}]*)\}\}\s*\{\\text\{([^{}]*)\}(\^\{?\d\}?)?\}", r"\\text{\1/\2}\3"),
+    # signs of logic become words
+    (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
+    (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
 ]
+_COMPILED_REPLACEMENTS = [(re.compile(pattern), replacement) for pattern, replacement in _REPLACEMENTS]
 _DOLLAR = re.compile(r"(?<!\\)\$")
 # TeX's separators of thousands separate nothing else, so they also count in brackets, where `1,800` is two numbers.
 _COMMA = r"\s*(?:\{\s*,\s*\}|,\s*\\!|\\,)\s*"
@@ -134,8 +134,8 @@ def plain(text: str) -> str:
         text = re.sub(rf"{_DOLLAR.pattern}(?=\s*-?[\d.])", r"\\dollar ", text)
     text = _DOLLAR.sub(" ", text)
     text = _TYPESET_NUMBER.sub(lambda found: re.sub(r"\D", "", found[0]), text)
-    for pattern, new in _SPELLINGS:
-        text = pattern.sub(new, text)
+    for pattern, replacement in _COMPILED_REPLACEMENTS:
+        text = pattern.sub(replacement, text)
     while (found := _BOXED.search(text)) and (end := closing(text, found.end())) >= 0:
         text = f"{text[: found.start()]} {text[found.end() + 1 : end]} {text[end + 1 :]}"
     text = _without_wrapping(" ".join(text.split()))
