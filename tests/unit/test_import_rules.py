@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "__init__": "", "config": "", "system": "config", "formats": "",
     # what they are about
     "aqn": "config", "tasks": "config system record", "algorithms": "config", "record": "config system",
-    "tracking": "config record", "model": "config system formats", "preflight": "config system model tasks",
+    "tracking": "config record", "model": "config system formats", "preflight": "config system model tasks tracking",
     # what is done with it
     "rollout": "config system model aqn formats",
     "report": "config system record",

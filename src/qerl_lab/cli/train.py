@@ -41,7 +41,6 @@ from qerl_lab.system import exits
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.system.processes import refuse_several_processes
 from qerl_lab.system.terminal import format_path, python_command
-from qerl_lab.tracking.mlflow import check_scheme
 
 FLAGS = ("--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m")
 FLAGS_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-dir", "-cd")
@@ -322,8 +321,6 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
             checked.append(job)
             continue
         try:
-            if job.config.tracking.mlflow and job.config.tracking.uri:
-                check_scheme("tracking.uri", job.config.tracking.uri)
             is_used = is_here and not is_dry
             preflight_notes = preflight.check(job.config, job.run_dir, is_here=is_used, is_begun=job.begun)
             notes = [*job.notes, *preflight_notes]

@@ -1,4 +1,4 @@
-"""Check a run's model, questions and machine before it starts. Imports no torch, downloads and writes nothing.
+"""Check a run's model, questions, store and machine before it starts. Imports no torch, downloads and writes nothing.
 
 If a limit is an estimate, the error names the override that lifts it (`device=cpu`).
 """
@@ -20,6 +20,7 @@ from qerl_lab.preflight import machine, question_counts
 from qerl_lab.system import memory
 from qerl_lab.system.disk import cache_folder, hub_home
 from qerl_lab.tasks import question_files
+from qerl_lab.tracking.mlflow import check_given_store
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
 SLOW_ON_A_CPU = TOO_MANY_FOR_A_CPU * 128 * 256  # parameters x tokens of a step, which take as long with a smaller model
@@ -31,12 +32,14 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 
 
 def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True, is_begun: bool = False) -> list[str]:
-    """Check a run's model, questions and directory before its start. Return notes to print.
+    """Check a run's model, questions, store and directory before its start. Return notes to print.
 
     The notes are of `_notes_on_speed` and `question_counts.check`. With `is_here` the run will use this machine, and
     `check_machine` is called too. `is_begun` says that the run continues in `run_dir`, so that no other directory can
     be typed. Raises ConfigError for a run that would fail at its start.
     """
+    if cfg.tracking.mlflow:
+        check_given_store(cfg)
     on_disk.check_content(cfg)
     folder = on_disk.local_path(cfg.model.path)
     if cfg.task.path is not None:

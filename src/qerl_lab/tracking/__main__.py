@@ -6,11 +6,10 @@ from typing import Any
 
 from qerl_lab.cli.grammar import Command, main_of
 from qerl_lab.config.option import option
-from qerl_lab.config.rules import check_store
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import metrics_table
 from qerl_lab.system import exits
-from qerl_lab.tracking.mlflow import check_scheme, prepare_mlflow, resync
+from qerl_lab.tracking.mlflow import check_uri, prepare_mlflow, resync
 
 
 @dataclass
@@ -30,12 +29,11 @@ class TableOptions:
 def fill_mlflow(options: ResyncOptions) -> None:
     """Fill MLflow from the record in `options.run_dir`, and print what was added.
 
-    Raises ConfigError if the record is missing or damaged, or `uri` is no address of a store; ConnectionError if MLflow
+    Raises ConfigError if the record is missing or damaged, or the given store is none; ConnectionError if MLflow
     fails or cannot be reached.
     """
     if options.uri:
-        check_store("uri", options.uri)
-        check_scheme("uri", options.uri)
+        check_uri("uri", options.uri)
     prepare_mlflow()
     from mlflow.exceptions import MlflowException
 

@@ -20,12 +20,14 @@ from qerl_lab.config.arm import config_hash, values_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.paths import sqlite_file, sqlite_uri
 from qerl_lab.config.redact import HIDDEN, url_without_secrets
+from qerl_lab.config.rules import check_store
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.record.directory import RunDirectory
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 STATUSES: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}  # by status of a run
+STORE_VARIABLE = "MLFLOW_TRACKING_URI"  # MLflow's; it holds the address of a store
 PARAM_CHARS, TAG_CHARS, NAME_CHARS = 6000, 5000, 120  # MLflow's limits
 KIND, DESCRIPTION = "mlflow.experimentKind", "mlflow.note.content"  # MLflow's tags
 RESULT_TABLE = "| result | |\n|---|---|\n"  # first lines of the lab's description of a run
@@ -50,13 +52,30 @@ def prepare_mlflow() -> None:
         os.environ.setdefault(name, value)
 
 
-def check_scheme(key: str, uri: str) -> None:
-    """Raise ConfigError if MLflow knows no store for the scheme of `uri`, the value of `key`. Connects to nothing."""
+def check_given_store(cfg: RunConfig) -> None:
+    """Raise ConfigError if the store that the user gave for a run is none. Connects to nothing.
+
+    It is `tracking.uri` in `cfg`, else the variable MLFLOW_TRACKING_URI.
+    """
+    if cfg.tracking.uri:
+        check_uri("tracking.uri", cfg.tracking.uri)
+    elif uri := os.environ.get(STORE_VARIABLE):
+        check_uri(STORE_VARIABLE, uri)
+
+
+def check_uri(key: str, uri: str) -> None:
+    """Raise ConfigError if `uri`, the value of `key`, is no address of a store that MLflow knows. Connects to nothing.
+
+    `key` is an option or a variable of the environment.
+    """
+    check_store(key, uri)
     scheme = uri.partition("://")[0]
     if scheme in ("sqlite", "http", "https"):  # not asked, because importing MLflow takes more than a second
         return
     prepare_mlflow()
     from mlflow.exceptions import MlflowException
+
+    # Private, because MLflow has no public way to ask without a connection: MlflowClient(uri) opens a database at once.
     from mlflow.tracking._tracking_service.utils import _tracking_store_registry as registry
 
     try:
@@ -77,7 +96,7 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
     mlflow.db in the working directory. Raises ConfigError for a URI with *** in place of a password, except an http(s)
     URI while MLFLOW_TRACKING_USERNAME is set.
     """
-    uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or directory.mirror().get("uri")
+    uri = cfg.tracking.uri or os.environ.get(STORE_VARIABLE) or directory.mirror().get("uri")
     uri = uri or "sqlite:///mlflow.db"
     if HIDDEN in uri:
         if not (uri.startswith("http") and os.environ.get("MLFLOW_TRACKING_USERNAME")):
@@ -234,8 +253,8 @@ def _format_result(value: Any) -> str:
 def resync(directory: RunDirectory, uri: str | None = None) -> str:
     """Fill MLflow from the record in a run directory; return a line describing what was added.
 
-    `uri` replaces the run's own store (see `mlflow_uri`). Raises ConfigError if the record is missing or damaged, and
-    MLflow's exceptions if the store fails.
+    `uri` replaces the run's own store (see `mlflow_uri`). Raises ConfigError if the record is missing or damaged, or
+    the given store is none, and MLflow's exceptions if the store fails.
     """
     cfg = directory.config()
     if directory.status == "not run":
@@ -247,6 +266,7 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     except ConfigError as error:
         raise ConfigError(f"{directory.path} is damaged, and its mirror stays as it is. {error}") from None
     cfg.tracking.uri = uri or cfg.tracking.uri
+    check_given_store(cfg)
     prepare_mlflow()
     run = MlflowMirror(cfg, directory)
     points = run.update()

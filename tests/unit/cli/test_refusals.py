@@ -15,6 +15,7 @@ from qerl_lab.config.keys import NOT_PROPOSED, SET_BY_LAB, TYPES, unknown_key_er
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import READINGS, RunConfig
 from qerl_lab.preflight import machine
+from run_directories import claimed
 
 
 @pytest.fixture(autouse=True)
@@ -280,6 +281,26 @@ def test_a_word_of_another_program_or_place_leads_to_the_right_one(line, said, c
 def test_a_typed_password_is_refused_without_repeating_it(line, capsys, tmp_path):
     assert "pa55word" not in refused(line, capsys)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", ["steps=1", "-m seed=0,1", "resume=run"])
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("htp://me:pa55word@host", "MLFLOW_TRACKING_URI=htp://***@host begins with htp://, which MLflow does not know"),
+        ("mlruns", "MLFLOW_TRACKING_URI=mlruns is no address of an MLflow store"),
+    ],
+)
+def test_a_wrong_store_in_the_environment_is_refused_like_a_typed_one(line, uri, said, capsys, monkeypatch, tmp_path):
+    claimed(tmp_path / "run", RunConfig())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert said in refused(line, capsys)
+
+
+@pytest.mark.parametrize("words", ["tracking.uri=http://host", "tracking=none"])
+def test_a_wrong_store_in_the_environment_is_no_matter_if_the_run_uses_another_or_none(words, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    assert train.main([words, "dry_run=true"]) == 0
 
 
 @pytest.mark.parametrize(

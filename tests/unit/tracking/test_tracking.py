@@ -21,7 +21,7 @@ from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
-from qerl_lab.tracking.mlflow import check_scheme, mlflow_uri
+from qerl_lab.tracking.mlflow import check_uri, mlflow_uri
 from qerl_lab.tracking.tracker import FINISH_SECONDS, Tracker
 from qerl_lab.train.__main__ import needs_traceback
 from run_directories import write_config
@@ -223,7 +223,9 @@ def test_tags_take_the_commit_from_the_runs_own_record(tmp_path: Path) -> None:
     assert all(isinstance(value, str) for value in tags.values())
 
 
-def test_what_cannot_be_resynced_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_resynced_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDirectory(tmp_path / "a run")
     run.path.mkdir()
 
@@ -243,6 +245,8 @@ def test_what_cannot_be_resynced_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert refused(2, "uri=htp://host").startswith(
         "error: uri=htp://host begins with htp://, which MLflow does not know"
     )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "htp://host")
+    assert refused(2).startswith("error: MLFLOW_TRACKING_URI=htp://host begins with htp://")
     said = refused(1, "uri=sqlite:////proc/x.db")
     assert said.startswith("error: not resynced. [Errno")
     assert "Type the command again once the store answers, or add uri=STORE." in said
@@ -256,10 +260,10 @@ def test_only_a_scheme_that_mlflow_knows_is_allowed() -> None:
         "databricks",
         "databricks://mine",
     ):
-        check_scheme("tracking.uri", known)
+        check_uri("tracking.uri", known)
     allowed = r"allowed: databricks, file, http, https, mssql, mysql, postgresql, sqlite\. Did you mean http\?"
     with pytest.raises(ConfigError, match=allowed):
-        check_scheme("tracking.uri", "htp://host")
+        check_uri("tracking.uri", "htp://host")
 
 
 # --- Weights & Biases
