@@ -113,8 +113,8 @@ def cache_folder() -> Path:
 def make_directory(folder: Path, given: str) -> None:
     """Create a folder and its parents, and check that the folder is writable.
 
-    Raises ConfigError otherwise. `given` is the option as the user typed it, such as `out=x`; the message begins with
-    it.
+    Raises ConfigError if it cannot be created or written. The message begins with `given`, the option as the user typed
+    it, such as `out=x`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from qerl_lab.config.message import in_one_line
@@ -35,11 +36,16 @@ _left: list[int] = []  # the exit code that was passed to `leave`
 def run(main: Main) -> None:
     """Call a command's `main` with the arguments of this process, then exit with the exit code that `main` returns."""
     survive_lost_console()
-    sys.excepthook = lambda *about: sys.stderr.write(redact("".join(traceback.format_exception(*about)))) and None
+    sys.excepthook = _print_redacted
     code = command(main)(sys.argv[1:])
     if code == INTERRUPTED:  # Python may end by the signal itself if it came inside exec()
         os._exit(code)
     leave(code)
+
+
+def _print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an unexpected error and its traceback to standard error, with secrets replaced. Set as `sys.excepthook`."""
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
 def leave(code: int) -> NoReturn:
@@ -74,11 +80,12 @@ def command(main: Main) -> Main:
         except KeyboardInterrupt as interrupt:
             say_now("; ".join(["interrupted", *map(str, interrupt.args)]))
             return INTERRUPTED
+        except ConfigError as error:
+            print(f"error: {redact(str(error))}", file=sys.stderr)
+            return USAGE
         except (ValueError, OSError) as error:
-            is_usage = isinstance(error, ConfigError)
-            text = str(error) if is_usage else in_one_line(error) or type(error).__name__
-            print(f"error: {redact(text)}", file=sys.stderr)
-            return USAGE if is_usage else FAILURE
+            print(f"error: {redact(in_one_line(error) or type(error).__name__)}", file=sys.stderr)
+            return FAILURE
 
     return main_with_exit_code
 

@@ -26,13 +26,16 @@ def size_bytes() -> int | None:
 def _limits() -> Iterator[int]:
     """Yield the limit in bytes of each control group of this process that limits memory, and of each above it."""
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        if not controllers:
+            root, file = MOUNT, V2
+        elif "memory" in controllers.split(","):
+            root, file = MOUNT / "memory", V1
+        else:
             continue
-        file, root = (V1, MOUNT / "memory") if controllers else (V2, MOUNT)
-        groups = Path(path.lstrip("/"))
-        # A container may see its own group alone, mounted as the root, under the path that the host knows.
-        for folder in {root, *(root / one for one in (groups, *groups.parents) if ".." not in one.parts)}:
-            limit = (folder / file).read_text().strip() if (folder / file).is_file() else "max"
-            if limit.isdigit():
-                yield int(limit)
+        group = Path(path.lstrip("/"))
+        # The parents end with the root. A container may see its own group alone, as the root, under the host's path.
+        for name in (group, *group.parents):
+            limit = root / name / file
+            if ".." not in name.parts and limit.is_file() and (size := limit.read_text().strip()).isdigit():
+                yield int(size)  # not "max"
