@@ -45,21 +45,29 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True, is_begun: bool
     if cfg.task.path is not None:
         if not cfg.task.path.strip():
             raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
-        question_files.is_local(cfg.task.path)  # raises for a missing path: that comes before what does not fit
+        question_files.is_local(cfg.task.path)  # raises for a missing path, before on_disk.check refuses lengths
     if folder is not None:
         on_disk.check(folder, cfg)
     if cfg.lora.start_from is not None:
         adapter_files.check(cfg)
-    above = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        wrong = f"written: {above} is read-only for you" if above.is_dir() else f"made: {above} is a file"
-        remedy = "Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
-        if is_begun:
-            remedy = "Make it writable, or copy the directory and continue the copy: resume=COPY."
-        raise ConfigError(f"the run directory {run_dir} cannot be {wrong}. {remedy}")
+    _check_writable(run_dir, is_begun=is_begun)
+    notes = list[str]()
     if is_here:
         check_machine(cfg, run_dir, is_begun=is_begun)
-    return (_notes_on_speed(cfg, folder) if is_here else []) + question_counts.check(cfg)
+        notes = _notes_on_speed(cfg, folder)
+    return notes + question_counts.check(cfg)
+
+
+def _check_writable(run_dir: Path, *, is_begun: bool) -> None:
+    """Raise ConfigError if `run_dir`, which need not exist, cannot be made or written. `is_begun` is as in `check`."""
+    above = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
+    if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+        return
+    wrong = f"written: {above} is read-only for you" if above.is_dir() else f"made: {above} is a file"
+    remedy = "Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
+    if is_begun:
+        remedy = "Make it writable, or copy the directory and continue the copy: resume=COPY."
+    raise ConfigError(f"the run directory {run_dir} cannot be {wrong}. {remedy}")
 
 
 def check_machine(cfg: RunConfig, run_dir: Path, *, is_begun: bool = False) -> None:
@@ -71,10 +79,11 @@ def check_machine(cfg: RunConfig, run_dir: Path, *, is_begun: bool = False) -> N
     _check_device(cfg, has_gpu)
     _check_model_size(cfg, folder)
     for key, value, package, remedy in NEEDS_GPU:
-        if values[key] == value and not has_gpu:
+        if values[key] != value:
+            continue
+        if not has_gpu:
             raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
-        if values[key] == value:
-            require_package(f"{key}={value}", package, remedy)
+        require_package(f"{key}={value}", package, remedy)
     check_engine(cfg)
     if cfg.tracking.wandb:
         require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
@@ -132,7 +141,7 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
         )
     dense_bytes = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
     is_cached = not on_gpu and cfg.format.dense_cache != "off"
-    needed = count * (dense_bytes if is_dense or is_cached else 0.5)
+    needed = count * (dense_bytes if is_dense or is_cached else 0.5)  # packed weights have at least four bits
     if cfg.trains_all:
         needed = count * (8 + cfg.optim.moment_bytes)  # weights and gradients in float32
     held = machine.gpu_memory_bytes() if on_gpu else memory.size_bytes()
@@ -192,7 +201,9 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path, *, is_begun:
     if not cfg.trains_all:
         trained = on_disk.adapter_parameters(folder, cfg) if folder else 0
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
-    needed = RECORD_BYTES + trained * (4 + cfg.optim.moment_bytes) * (min(cfg.checkpoint.kept, written) + 1)
+    checkpoint_bytes = trained * (4 + cfg.optim.moment_bytes)
+    # One more than is kept, because a checkpoint is written before the oldest is deleted.
+    needed = RECORD_BYTES + checkpoint_bytes * (min(cfg.checkpoint.kept, written) + 1)
     needed += 2 * trained if cfg.trains_all else 0  # RUN_DIR/model, in bfloat16
     advice = "Type run_dir=DIR on another disk, or checkpoint.keep=1."
     if is_begun:

@@ -45,8 +45,9 @@ def recorded_questions(cfg: RunConfig) -> Mapping[str, Any]:
 
     Empty unless task.path is a local path.
     """
-    lie_here = cfg.task.path is not None and question_files.is_local(cfg.task.path)
-    return _load_task(json.dumps(asdict(cfg.task))).data if lie_here else {}
+    if cfg.task.path is None or not question_files.is_local(cfg.task.path):
+        return {}
+    return _load_task(json.dumps(asdict(cfg.task))).data
 
 
 def are_questions_here(cfg: RunConfig) -> bool:
@@ -57,7 +58,7 @@ def are_questions_here(cfg: RunConfig) -> bool:
 
 @cache
 def _load_task(task: str) -> tasks.Task:
-    """Load the task of a section `task.*`. Cached, which is why the section is given as JSON: a dict has no hash."""
+    """Load a task from its configuration section `task` as JSON. Cached: text can be a key of the cache, a dict not."""
     return tasks.load(build_config({"task": json.loads(task)}).task)
 
 
@@ -67,7 +68,7 @@ def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     Returns a note for each setting that asks for more questions than exist. Raises ConfigError if there is none to
     train on, or if an evaluation has fewer than two.
     """
-    more = "a larger task.arithmetic.max_operand" if cfg.task.name == "arithmetic" else "another task.path"
+    more = "a larger task.arithmetic.max_operand" if cfg.task.name == ARITHMETIC else "another task.path"
     keys = [f"task.{key}={given}" for key in ("module", "path") if (given := getattr(cfg.task, key))]
     source = keys[0] if keys else f"task={cfg.task.name} at this difficulty"
     if train == 0:
