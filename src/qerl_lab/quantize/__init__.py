@@ -1,1 +1,1 @@
-"""Quantize a model to a 4-bit checkpoint."""
+"""Quantize a model to a checkpoint in 4 or 8 bits."""

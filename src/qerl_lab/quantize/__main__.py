@@ -1,4 +1,4 @@
-"""Quantize a model to a 4-bit checkpoint: `python -m qerl_lab.quantize model=... format=nvfp4 out=DIR`.
+"""Quantize a model to a checkpoint in 4 or 8 bits: `python -m qerl_lab.quantize model=... format=nvfp4 out=DIR`.
 
 Options are checked before torch is imported.
 """

@@ -32,7 +32,7 @@ from qerl_lab.record.partial import Unfinished
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file
 
-NOT_IDENTITY = ("model", "revision", "out", "overwrite", "device")
+NOT_IDENTITY = ("model", "revision", "out", "overwrite", "device")  # options that `identity_of` leaves out or replaces
 
 
 class Source(NamedTuple):
@@ -56,13 +56,7 @@ def run(options: QuantizeOptions) -> None:
     if options.method != "rtn":
         llmcompressor.check(options)
     source = read_source(options)
-    # What determines the bytes of the checkpoint; each file of the model by its size and modification time.
-    left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
-    identity = {key: value for key, value in asdict(options).items() if key not in left_out}
-    files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
-    identity["device"] = device.type
-    identity["model"] = {file.name: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()}
-    with Unfinished(options.folder, identity, options.overwrite) as unfinished:
+    with Unfinished(options.folder, identity_of(options, source, device), options.overwrite) as unfinished:
         if not unfinished.has("config.json"):
             unfinished.clear()
             if options.method == "rtn":
@@ -83,6 +77,19 @@ def run(options: QuantizeOptions) -> None:
     words = [hydra_override(key, value) for key, value in given.items() if value is not None] + ["formats=[]"]
     print(f"measure it:  {command}.evaluate entropy {shell_line(words)}")
     print(f"train on it: {command} {shell_line(training_overrides(options))}")
+
+
+def identity_of(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
+    """Return what determines the bytes of the checkpoint: options, type of device, and size and time of model files.
+
+    The times are of the last modification, in nanoseconds.
+    """
+    left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
+    identity = {key: value for key, value in asdict(options).items() if key not in left_out}
+    files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
+    identity["device"] = device.type
+    identity["model"] = {file.name: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()}
+    return identity
 
 
 def training_overrides(options: QuantizeOptions) -> list[str]:
@@ -124,13 +131,7 @@ def read_source(options: QuantizeOptions) -> Source:
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     weight_format, ignore = formats.build(options.format_config()), options.ignore
     typed = f"ignore={spell_value(ignore)}"
-    for entry in ignore:  # a typo would quantize a layer that was to stay dense
-        if not any(is_ignored(name, [entry]) for name in linears):
-            ends = sorted({name.rpartition(".")[2] for name in linears})
-            raise ConfigError(
-                f"{typed}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} Allowed: full names, their "
-                f"last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
-            )
+    _check_names(ignore, linears)
     if head := packed_head(model, weight_format, ignore):
         raise ConfigError(
             f"{typed} would pack {head}, the output layer, and training reads its dense weight; "
@@ -138,18 +139,13 @@ def read_source(options: QuantizeOptions) -> Source:
         )
     packed = packable(model, ignore)
     if not packed:
-        raise ConfigError(f"model={options.model} has no Linear layer outside of {typed}.")
-    for name in (f"{layer}.weight" for layer in packed):
-        if name not in weights.names:
-            raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
-        found, asked = list(weights.shape(name)), list(model.get_parameter(name).shape)
-        if found != asked:
-            raise ValueError(f"{weights.where(name)}: {name} has shape {found}, config.json asks for {asked}")
+        raise ConfigError(f"model={options.model} has no Linear layer outside of {typed}. Type a shorter ignore.")
+    for layer in packed:
+        _check_weight(f"{layer}.weight", weights, model, folder)
     dense = [name for name in linears if name not in packed]
     tied = [name for name in dense if not is_ignored(name, ignore)]  # to an embedding
     if isinstance(weight_format, Nf4):  # transformers takes a module for the beginning of names: layers.1 for layers.10
-        inside = {entry: [name for name in linears if name.startswith(f"{entry}.")] for entry in ignore}
-        ignore = [name for entry in ignore for name in inside[entry] or [entry]]
+        ignore = _replace_modules(ignore, linears)
     try:
         dtype = weights.dtype(f"{packed[0]}.weight")
         config["quantization_config"] = weight_format.quantization_config([*ignore, *tied], dtype)
@@ -158,3 +154,35 @@ def read_source(options: QuantizeOptions) -> Source:
             f"{typed} with format={options.format}: {error}. Type for example ignore=[lm_head,down_proj]."
         ) from error
     return Source(folder, weights, packed, dense, config)
+
+
+def _check_names(ignore: list[str], linears: list[str]) -> None:
+    """Raise ConfigError if an entry of `ignore` matches no layer of `linears`, the full names of a model's Linears.
+
+    Without this check a typo would quantize a layer that was to stay dense.
+    """
+    for entry in ignore:
+        if not any(is_ignored(name, [entry]) for name in linears):
+            ends = sorted({name.rpartition(".")[2] for name in linears})
+            raise ConfigError(
+                f"ignore={spell_value(ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} Allowed: "
+                f"full names, their last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
+            )
+
+
+def _check_weight(name: str, weights: WeightFiles, model: nn.Module, folder: Path) -> None:
+    """Raise ValueError unless the files `weights` in `folder` have the tensor `name`, in the shape that `model` has."""
+    if name not in weights.names:
+        raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
+    found, asked = list(weights.shape(name)), list(model.get_parameter(name).shape)
+    if found != asked:
+        raise ValueError(f"{weights.where(name)}: {name} has shape {found}, config.json asks for {asked}")
+
+
+def _replace_modules(ignore: list[str], linears: list[str]) -> list[str]:
+    """Replace each entry of `ignore` that names a module by the full names of the Linears in the module."""
+    names = list[str]()
+    for entry in ignore:
+        inside = [name for name in linears if name.startswith(f"{entry}.")]
+        names += inside or [entry]
+    return names

@@ -74,20 +74,23 @@ def check(options: QuantizeOptions) -> None:
             f"{' and '.join(SCHEMES)}. Type method=rtn, or format={next(iter(SCHEMES))}."
         )
     defaults = QuantizeOptions()
-    format_of = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
-    for key, value in vars(options).items():  # refuse an option that the format or the method does not read
-        if value == getattr(defaults, key):
-            continue
-        owner = format_of.get(key, options.format)
-        if key in CALIBRATION and options.method == "rtn":
-            why = f"method=awq and method=gptq; method=rtn reads no data. Leave {key} out, or type method=gptq."
-        elif owner != options.format:
-            why = f"{owner}, and format={options.format} was given. Leave {key} out, or type format={owner}."
-        elif key in format_of and options.method != "rtn":
-            why = f"method=rtn; llmcompressor, which does method={options.method}, has its own rule. Leave {key} out."
-        else:
-            continue
-        raise ConfigError(f"{key}={spell_value(value)} is an option of {why}")
+    for key, value in vars(options).items():
+        if value != getattr(defaults, key) and (reader := _other_reader(options, key)):
+            raise ConfigError(f"{key}={spell_value(value)} is an option of {reader}")
     check_apart(options, options.model)
     check_free(options, options.overwrite, QUALITY)
     check_patterns("ignore", options.ignore)
+
+
+def _other_reader(options: QuantizeOptions, key: str) -> str | None:
+    """Return which other format or method reads the option `key`, and what to type; None if the chosen ones read it."""
+    if key in CALIBRATION and options.method == "rtn":
+        return f"method=awq and method=gptq; method=rtn reads no data. Leave {key} out, or type method=gptq."
+    formats_by_key = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
+    if key not in formats_by_key:
+        return None
+    if (owner := formats_by_key[key]) != options.format:
+        return f"{owner}, and format={options.format} was given. Leave {key} out, or type format={owner}."
+    if options.method != "rtn":
+        return f"method=rtn; llmcompressor, which does method={options.method}, has its own rule. Leave {key} out."
+    return None
