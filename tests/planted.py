@@ -40,7 +40,7 @@ BUGS = [
         "allowed = max_tokens - buffer_tokens", "allowed = max_tokens - buffer_tokens + 1",
         "golden/test_groups.py"),
     Bug("upper clip bound is the lower one", "algorithms/__init__.py",
-        '"epsilon_high": cfg.epsilon_high +', '"epsilon_high": cfg.epsilon_low +',
+        "else cfg.epsilon_high,", "else cfg.epsilon_low,",
         "golden/test_objective.py"),
     Bug("k3 estimators are swapped", "algorithms/__init__.py",
         'cfg.kl_estimator == "k3_ratio"', 'cfg.kl_estimator == "k3"',

@@ -17,12 +17,13 @@ from qerl_lab.config.schema import AlgorithmConfig
 def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
     """Return keyword arguments of `trl.GRPOConfig` that select the loss of `cfg`: ratio, clips, KL, entropy bonus."""
     algorithm = importlib.import_module(f"qerl_lab.algorithms.{cfg.name}")
+    is_cispo = algorithm.LOSS_TYPE == "cispo"
     return {
         "loss_type": algorithm.LOSS_TYPE,
         "importance_sampling_level": algorithm.RATIO_OF,
         "epsilon": cfg.epsilon_low,
-        # TRL's CISPO takes the bound itself, not its distance from 1.
-        "epsilon_high": cfg.epsilon_high + (algorithm.LOSS_TYPE == "cispo"),
+        # TRL's CISPO takes the bound itself, the other losses its distance from 1.
+        "epsilon_high": 1 + cfg.epsilon_high if is_cispo else cfg.epsilon_high,
         "beta": cfg.beta,
         "use_bias_correction_kl": cfg.kl_estimator == "k3_ratio",
         "num_iterations": cfg.num_iterations,

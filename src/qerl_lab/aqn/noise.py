@@ -57,9 +57,9 @@ def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
     The result is one float32 tensor, with the norms concatenated in the order of `clean`. Sums in float64, so that the
     order in which a device sums does not show in float32.
     """
-    sizes = torch.stack([weight.double().square().mean().sqrt() for weight in clean.values()]).float()
-    counts = torch.tensor([weight.numel() for weight in clean.values()], device=sizes.device)
-    return sizes.repeat_interleave(counts)
+    rms = torch.stack([weight.double().square().mean().sqrt() for weight in clean.values()]).float()
+    counts = torch.tensor([weight.numel() for weight in clean.values()], device=rms.device)
+    return rms.repeat_interleave(counts)
 
 
 def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor], relative: bool = False) -> float:
@@ -70,6 +70,6 @@ def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor], relative: b
     """
     gaps = torch.cat([(norms[name].to(weight) - weight).flatten() for name, weight in clean.items()])
     if relative:
-        sizes = rms_per_entry(clean)
-        gaps = gaps / torch.where(sizes > 0, sizes, 1.0)
+        rms = rms_per_entry(clean)
+        gaps = gaps / torch.where(rms > 0, rms, 1.0)
     return gaps.std().item()

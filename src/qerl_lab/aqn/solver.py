@@ -64,16 +64,24 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
         log_sigma = min(max(log_sigma, low), high)
         sigma = exact.get(log_sigma, math.exp(log_sigma))
         kl = measure(sigma)
-        gap = math.inf if math.isnan(kl) else math.log(kl / target) if kl > 0 else -math.inf
+        gap = _gap(kl, target)
         tried.append(Attempt(log_sigma, sigma, kl, gap))
         if abs(gap) <= near:
             break
-        if (gap < 0 and log_sigma == high) or (gap > 0 and log_sigma == low):
-            # Return the bound, not the nearest: below the KL of rounding all KLs are alike, so a large sigma may win.
+        is_target_beyond_bound = (gap < 0 and log_sigma == high) or (gap > 0 and log_sigma == low)
+        if is_target_beyond_bound:
+            # Another sigma may have a nearer KL by chance: all small sigmas measure about the KL of rounding.
             return Solution(sigma, kl, len(tried))
         log_sigma = _next_log_sigma(tried, near)
     best = min(reversed(tried), key=lambda attempt: abs(attempt.gap))  # the last of equals
     return Solution(best.sigma, best.kl, len(tried))
+
+
+def _gap(kl: float, target: float) -> float:
+    """Return log(KL / target). A NaN KL counts as infinite, a KL of 0 or less as 0."""
+    if math.isnan(kl):
+        return math.inf
+    return math.log(kl / target) if kl > 0 else -math.inf
 
 
 def _next_log_sigma(tried: list[Attempt], near: float) -> float | None:
