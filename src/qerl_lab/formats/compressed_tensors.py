@@ -21,7 +21,7 @@ _ANY_PARENT = r"re:(.*\.)?"
 
 @dataclass(frozen=True)
 class CompressedTensors(Format):
-    """A format in 4-bit E2M1 values, with blocks within rows. FP8, in 8 bits with a scale per row, overrides that.
+    """A format with blocks within rows: 4-bit E2M1 values, unless a subclass overrides BITS and `layout`, as FP8 does.
 
     Checkpoints record no rounding rule.
     """

@@ -57,7 +57,7 @@ def gives_weights_back(weight_format: Format) -> None:
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
     assert (exact.shape, exact.dtype) == (SHAPE, torch.float32), f"float32 {list(exact.shape)} expected"
     error = ((exact - weight).norm() / weight.norm()).item()
-    assert error < 0.5, f"the unpacked weight differs from it by {error:.2f} of its norm"
+    assert error < 0.5, f"the unpacked weight differs from the dense one by {error:.2f} of its norm"
     short = weight_format.dequantize(packed, SHAPE, torch.bfloat16)
     assert torch.equal(short, exact.bfloat16()), "bfloat16 is not float32 rounded once"
     zeros = weight_format.dequantize(weight_format.quantize(torch.zeros(SHAPE)), SHAPE, torch.float32)
@@ -136,7 +136,7 @@ def refuses_unpackable_weights(weight_format: Format) -> None:
 def is_a_value(weight_format: Format) -> None:
     """Raise AssertionError unless two formats with equal options are equal and have the same hash."""
     twin: Any = replace(weight_format)
-    assert {twin} == {weight_format}, "a copy of it is not equal to it"
+    assert {twin} == {weight_format}, "a copy of the format is not equal to the format"
 
 
 def is_recognized(weight_format: Format) -> None:

@@ -203,11 +203,21 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
         quantize(part, name=f"{name}, row {i * rows} and following")
         for i, part in enumerate(weight.detach().split(rows))
     ]
-    joined = dict(parts[0])
-    for key, tensor in joined.items():
-        if tensor.ndim == 2:  # joined as bytes, because autocast refuses torch.cat of float8
-            joined[key] = torch.cat([part[key].view(torch.uint8) for part in parts]).view(tensor.dtype)
-    return joined
+    return {key: _join_rows([part[key] for part in parts]) for key in parts[0]}
+
+
+def _join_rows(slices: list[Tensor]) -> Tensor:
+    """Join the slices of a packed tensor below each other. A constant, which is no matrix, is the same in every slice.
+
+    Joins bytes, because autocast refuses torch.cat of float8.
+    """
+    first = slices[0]
+    return torch.cat([part.view(torch.uint8) for part in slices]).view(first.dtype) if first.ndim == 2 else first
+
+
+def ceil_div(count: int, size: int) -> int:
+    """Return how many groups of `size` hold `count` things: count / size, rounded up."""
+    return -(-count // size)
 
 
 def layer_names(key: str, listed: Any) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, checked, layer_names, unsupported_entry
+from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, ceil_div, checked, layer_names, unsupported_entry
 
 _NESTED_BLOCK = 256
 _HEADER = "weight.quant_state.bitsandbytes__nf4"
@@ -90,7 +90,7 @@ class Nf4(Format):
             "weight.quant_map": ((16,), torch.float32),
         }
         nested: Layout = {
-            "weight.nested_absmax": ((-(-blocks // _NESTED_BLOCK),), torch.float32),
+            "weight.nested_absmax": ((ceil_div(blocks, _NESTED_BLOCK),), torch.float32),
             "weight.nested_quant_map": ((256,), torch.float32),
         }
         return single | (nested if self.double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}

@@ -24,13 +24,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Decoder
+from qerl_lab.formats.format import Decoder, ceil_div
 from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
 
 BLOCK, DEPTH, AT_A_TIME, BLOCK_BYTES = 64, 64, 2, 2304  # as in fp4_tiles.cu
 TILES = "fp4_tiles"
 _CODE_WORDS = 128  # per quarter block
-SIGNS = -0x7FFF8000  # 0x80008000 as int32
+_SIGNS = -0x7FFF8000  # 0x80008000 as int32
 # The scale byte with the value of each E4M3 byte: the exponent is 2 more, and subnormal numbers (1 to 7) become normal.
 # Byte 0 means 2^-9 and not 0, so that `_to_blocks` sets codes with scale 0 to 0. Bytes from 127 on (NaN, negative) do
 # not occur.
@@ -59,14 +59,15 @@ class Tiles:
         """
         tile, first, end = held[TILES].shape[3], self.first // BLOCK, (self.first + self.rows) // BLOCK
         before = first // tile  # copy only the tiles that overlap the part
-        blocks = held[TILES][before : -(-end // tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
+        blocks = held[TILES][before : ceil_div(end, tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
         blocks = blocks[first - before * tile : end - before * tile, : self.columns // DEPTH]
         blocks = blocks.unflatten(-1, (4, -1))  # N/64 K/64 w
         words = blocks.view(torch.int32)[..., :_CODE_WORDS]
-        codes, wide = _packed_codes(words), blocks[..., 4 * _CODE_WORDS :].unflatten(3, (8, 2, 4))  # N/64 K/64 w g h s
-        wide = wide.permute(0, 2, 4, 3, 1, 5).reshape(self.rows, self.columns // 16)
-        scale = ((wide.int() << 20) + (118 << 23)).view(torch.float32)
-        empty = (wide == 0) & (codes.view(torch.int64) == 0)  # eight bytes hold the codes of one scale
+        codes = _packed_codes(words)
+        scale_bytes = blocks[..., 4 * _CODE_WORDS :].unflatten(3, (8, 2, 4))  # N/64 K/64 w g h s
+        scale_bytes = scale_bytes.permute(0, 2, 4, 3, 1, 5).reshape(self.rows, self.columns // 16)
+        scale = ((scale_bytes.int() << 20) + (118 << 23)).view(torch.float32)  # (1 + m/8) 2^(e - 9)
+        empty = (scale_bytes == 0) & (codes.view(torch.int64) == 0)  # eight bytes hold the codes of one scale
         return {
             "weight_packed": codes,
             "weight_scale": scale.masked_fill_(empty, 0).to(torch.float8_e4m3fn),
@@ -110,7 +111,7 @@ def decoders(held: Mapping[str, Tensor], sizes: Sequence[int], columns: int) -> 
 
 def depth_of(columns: int) -> int:
     """Return how many pairs of 64-column blocks cover `columns`."""
-    return -(-columns // (DEPTH * AT_A_TIME))
+    return ceil_div(columns, DEPTH * AT_A_TIME)
 
 
 def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
@@ -123,9 +124,10 @@ def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
         scale: float8_e4m3fn `[N, K/16]`, none negative.
         tile: number of blocks of 64 rows in a tile.
     """
-    tiles, depth = -(-len(codes) // (BLOCK * tile)), depth_of(2 * codes.shape[1])
+    tiles, depth = ceil_div(len(codes), BLOCK * tile), depth_of(2 * codes.shape[1])
     shape = (tiles * tile, depth * AT_A_TIME, BLOCK_BYTES)
-    blocks, first = torch.zeros(shape, dtype=torch.uint8, device=codes.device), 0
+    blocks = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
+    first = 0  # row of blocks that the next slice is written to
     for code_rows, scale_rows in zip(codes.split(_ROWS_AT_ONCE), scale.split(_ROWS_AT_ONCE), strict=True):
         converted = _to_blocks(code_rows, scale_rows)
         blocks[first : first + len(converted), : converted.shape[1]] = converted
@@ -159,7 +161,7 @@ def _packed_codes(words: Tensor) -> Tensor:
     rows, _, _, columns, _, _ = words.shape
     out = torch.empty(rows, 4, 2, 8, columns, 4, 2, 4, dtype=torch.uint8, device=words.device)  # w h g K/64 s b t
     # Shift the sign of each of the four codes in a 16-bit half to bit 15, its magnitude to bits 8, 7, 6 of both halves.
-    last = words << 1 & SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
+    last = words << 1 & _SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
     for h, b, placed in ((0, 0, words), (1, 0, words << 3), (0, 1, words << 6), (1, 1, last)):
         pairs = placed >> 12 & 0x00080008 | placed >> 6 & 0x00070007
         out[:, :, h, :, :, :, b] = (pairs | pairs >> 12) & 0xFF

@@ -28,9 +28,10 @@ def dequantize_e2m1(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype:
     out = torch.empty(shape, dtype=dtype, device=codes.device)
     blocks = scale.numel()
     if blocks:
-        codes, scale, e8m0 = codes.contiguous(), scale.contiguous(), scale.dtype is torch.uint8
+        is_e8m0 = scale.dtype is torch.uint8
+        codes, scale_bytes = codes.contiguous(), scale.contiguous().view(torch.uint8)
         grid = (triton.cdiv(blocks, _BLOCKS.value),)
-        _unpack[grid](codes, scale.view(torch.uint8), out, blocks, 32 if e8m0 else 16, e8m0, num_warps=_WARPS)
+        _unpack[grid](codes, scale_bytes, out, blocks, 32 if is_e8m0 else 16, is_e8m0, num_warps=_WARPS)
     return out
 
 
@@ -65,11 +66,12 @@ def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.d
             fused layer's tensor.
         boost: the power of two by which vLLM multiplied the block scales. This function divides by it.
     """
-    (lines, N), scale = scale.shape, scale.view(torch.uint8)
+    lines, N = scale.shape
     out = torch.empty((N, 16 * lines), dtype=dtype, device=codes.device)
     grid = (N // 64, triton.cdiv(lines, _LINES.value))
     factor = 2.0**105 / boost  # a float16 2^7 * boost is a scale of 1; the exponent's bias is 112 less than float32's
-    _unpack_marlin[grid](codes, scale, out, lines, codes.stride(0), scale.stride(0), factor, num_warps=_WARPS)
+    scale_bytes = scale.view(torch.uint8)
+    _unpack_marlin[grid](codes, scale_bytes, out, lines, codes.stride(0), scale.stride(0), factor, num_warps=_WARPS)
     return out
 
 
@@ -124,7 +126,8 @@ def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype:
         first, rows: multiples of 64.
         columns: K of the weight, a multiple of 64.
     """
-    out, (_, depth, _, tile, _) = torch.empty((rows, columns), dtype=dtype, device=packed.device), packed.shape
+    _, depth, _, tile, _ = packed.shape
+    out = torch.empty((rows, columns), dtype=dtype, device=packed.device)
     grid = (depth, rows // 64)  # programs side by side write the same rows
     _unpack_tiles[grid](packed.view(torch.int32), packed, out, first // 64, tile, columns, num_warps=_WARPS)
     return out
