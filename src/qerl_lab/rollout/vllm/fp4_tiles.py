@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from qerl_lab.config.rules import TILES_MAX_RANK, TILES_RANKS, fp4_tiles_takes_rank
+from qerl_lab.formats.format import ceil_div
 from qerl_lab.formats.tiles import AT_A_TIME, BLOCK, BLOCK_BYTES, DEPTH, depth_of
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -38,7 +39,7 @@ _RANKS = 32  # a part of x A^T is padded to a multiple of this
 _STEP_OF_SPLIT = 64  # columns of x that a warp multiplies per trip to memory, for x A^T
 _SUMS_AT_ONCE = 16  # sums of splits that it adds per trip
 _MAKERS = 3  # warps of a block that compute x A^T
-_STEP = 2  # the end of a tile costs about as much as this many stages
+_STAGES_OF_END = 2  # the end of a tile costs about as much as this many stages
 
 SUPPORTED = (
     f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, a rank in multiples of {TILES_RANKS} "
@@ -128,15 +129,15 @@ def counters(rows: int, device: torch.device) -> Tensor:
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
     """Choose how many 64-row blocks of a weight [N, K = `columns`] form a tile.
 
-    Minimizes the work of the busiest multiprocessor: its stages, plus about `_STEP` stages for the end of a tile, times
-    the blocks per tile.
+    Minimizes the work of the busiest multiprocessor: its stages, plus `_STAGES_OF_END` for the end of a tile, times the
+    blocks per tile.
     """
 
     def stages_of_busiest(tile: int) -> int:
-        tiles = -(-N // (tile * BLOCK))
+        tiles = ceil_div(N, tile * BLOCK)
         pieces = _blocks_per_tile(tiles, columns, multiprocessors)
-        rounds = -(-tiles * pieces // multiprocessors)
-        return tile * (rounds * -(-depth_of(columns) // pieces) + _STEP)
+        rounds = ceil_div(tiles * pieces, multiprocessors)
+        return tile * (rounds * ceil_div(depth_of(columns), pieces) + _STAGES_OF_END)
 
     return min(TILE_SIZES, key=stages_of_busiest)
 
@@ -200,7 +201,6 @@ def _multiply(
     sums = torch.empty(how.splits * t_columns * how.rows, device=x.device)
     t = torch.empty(how.slabs * DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(how.blocks * how.tile * BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
-    ends = [sum(sizes[:part]) if len(sizes) > part else N for part in (1, 2)]
     stride = x.stride(0) if rows > 1 else columns  # torch may report any stride for a single row
     shape = Shape(
         M=rows,
@@ -211,8 +211,8 @@ def _multiply(
         rank=rank,
         width=how.width,
         columns=t_columns,
-        part_1=ends[0],
-        part_2=ends[1],
+        part_1=sum(sizes[:1]),  # N if the layer has one part
+        part_2=sum(sizes[:2]),
         splits=how.splits,
         of_split=how.of_split,
         depth=depth,
@@ -234,9 +234,10 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
     tiles, depth, _, tile, _ = packed
     groups, columns = groups_of(tile), depth * AT_A_TIME * DEPTH
     pieces = _blocks_per_tile(tiles, columns, machine.multiprocessors)
-    blocks, width = min(tiles * pieces, machine.multiprocessors), -(-rank // _RANKS) * _RANKS
-    of_split = split_of(columns, -(-rows // 16) * (parts * width // 16), _MAKERS * blocks)
-    slabs = -(-parts * width // DEPTH)
+    blocks = min(tiles * pieces, machine.multiprocessors)
+    width = ceil_div(rank, _RANKS) * _RANKS
+    of_split = split_of(columns, ceil_div(rows, 16) * (parts * width // 16), _MAKERS * blocks)
+    slabs = ceil_div(parts * width, DEPTH)
     stage = AT_A_TIME * (variant * DEPTH * 2 + tile * BLOCK_BYTES)
     rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * slabs * DEPTH * 2
     stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // stage)
@@ -244,7 +245,7 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
         raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {machine.shared_bytes} bytes")
     return Plan(
         rows=variant, tile=tile, groups=groups, pieces=pieces, blocks=blocks, stages=stages, width=width,
-        slabs=slabs, splits=-(-columns // of_split), of_split=of_split, shared_bytes=stages * stage + rest,
+        slabs=slabs, splits=ceil_div(columns, of_split), of_split=of_split, shared_bytes=stages * stage + rest,
     )  # fmt: skip
 
 
@@ -257,8 +258,9 @@ def split_of(columns: int, tiles: int, warps: int) -> int:
     """
 
     def count_trips(of_split: int) -> int:
-        splits = -(-columns // of_split)
-        return -(-splits * tiles // warps) * of_split // _STEP_OF_SPLIT + -(-splits // _SUMS_AT_ONCE)
+        splits = ceil_div(columns, of_split)
+        for_products = ceil_div(splits * tiles, warps) * of_split // _STEP_OF_SPLIT
+        return for_products + ceil_div(splits, _SUMS_AT_ONCE)
 
     return min(range(_STEP_OF_SPLIT, columns + 1, _STEP_OF_SPLIT), key=count_trips)
 
