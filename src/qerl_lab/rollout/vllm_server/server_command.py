@@ -75,18 +75,18 @@ def flags(cfg: RunConfig) -> list[str]:
     """Return the command-line flags of `vllm serve` for a run, without the model."""
     server_cfg, cache_gib = cfg.rollout.vllm_server, cfg.rollout.vllm.kv_cache_gib
     url = urlsplit(server_cfg.url)
-    words: dict[str, Any] = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80)}
-    words |= settings(cfg, compute_dtype(cfg, device_of(cfg.device)))
+    given: dict[str, Any] = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80)}
+    given |= settings(cfg, compute_dtype(cfg, device_of(cfg.device)))
     if server_cfg.tensor_parallel > 1:
-        words["tensor_parallel_size"] = server_cfg.tensor_parallel
+        given["tensor_parallel_size"] = server_cfg.tensor_parallel
     if cache_gib is not None:
-        words["kv_cache_memory_bytes"] = int(cache_gib * GIB)
-        words["gpu_memory_utilization"] = 0.01  # no effect with the line above, but checked against free memory
-    flags = []
-    for name, value in words.items():
+        given["kv_cache_memory_bytes"] = int(cache_gib * GIB)
+        given["gpu_memory_utilization"] = 0.01  # no effect with the line above, but checked against free memory
+    words = list[str]()
+    for name, value in given.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
+            words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return flags
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words

@@ -55,22 +55,14 @@ class VllmServerEngine(Engine):
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
         self.policy, self.cfg, server_cfg = policy, cfg, cfg.rollout.vllm_server
-        self._open, self._requests = ExitStack(), list[Future[list[Completion]]]()  # of the last `generate`
+        self._open = ExitStack()
+        self._requests = list[Future[list[Completion]]]()  # of the last `generate`
         self._aborted = False
         self._server = Server(server_cfg.url, server_cfg.patience_seconds, cfg.rollout.batch_size)
         self._open.callback(self._server.close)
         self._name = f"policy-{secrets.token_hex(4)}"  # name of the adapter on the server, unique to this engine
         try:
-            if server_cfg.adapter_dir is None:
-                self._folder = self._open.enter_context(scratch_folder(adapter_bytes(policy.model)))
-            else:
-                shared = Path(server_cfg.adapter_dir).absolute()
-                shared.mkdir(parents=True, exist_ok=True)
-                temporary = tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=shared)
-                self._folder = Path(self._open.enter_context(temporary))
-                self._folder.chmod(
-                    shared.stat().st_mode & 0o755
-                )  # else for its owner alone, who may not be the server's
+            self._folder = self._make_folder()
             write_settings(policy.model, self._folder)
             # A server that differs would train the policy on another model's completions, unnoticed.
             self._check_settings()
@@ -86,6 +78,21 @@ class VllmServerEngine(Engine):
         except BaseException:
             self.close()
             raise
+
+    def _make_folder(self) -> Path:
+        """Make a folder for the adapter's files, which `close` removes.
+
+        It lies in rollout.vllm_server.adapter_dir, or if that is null in RAM or the system's temporary folder.
+        """
+        adapter_dir = self.cfg.rollout.vllm_server.adapter_dir
+        if adapter_dir is None:
+            return self._open.enter_context(scratch_folder(adapter_bytes(self.policy.model)))
+        shared = Path(adapter_dir).absolute()
+        shared.mkdir(parents=True, exist_ok=True)
+        folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=shared)))
+        # Only its owner may read a temporary directory, and the server may run as another user.
+        folder.chmod(shared.stat().st_mode & 0o755)
+        return folder
 
     def _check_settings(self) -> None:
         """Raise ConfigError if the server's settings differ from those that `serve_line` prints."""
