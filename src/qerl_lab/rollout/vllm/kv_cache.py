@@ -30,12 +30,14 @@ def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
     # vLLM 0.26 accepts a cache without its own block, and then waits forever for the last block of a completion.
     needed = (math.ceil(longest / BLOCK) + OWN_BLOCKS) * BLOCK * per_token
     if size < needed:
+        source = f"half of the {free / GIB:.1f} GiB that are free"
+        if asked is not None:
+            source = f"rollout.vllm.kv_cache_gib={asked:g}"
         fewer_jobs = "a smaller jobs_per_gpu, " if cfg.jobs_per_gpu > 1 else ""  # only a part of the GPU counts as free
         raise ConfigError(
-            f"The key-value cache would have {size / GIB:.2f} GiB ({'rollout.vllm.kv_cache_gib' if asked else 'half'} "
-            f"of the {free / GIB:.1f} GiB that are free), and one completion of rollout.max_prompt_tokens + "
-            f"max_completion_tokens = {longest:,} tokens takes {needed / GIB:.2f}. Type a lower "
-            f"rollout.max_completion_tokens, {fewer_jobs}a larger rollout.vllm.kv_cache_gib, or "
+            f"The key-value cache would have {size / GIB:.2f} GiB ({source}), and one completion of "
+            f"rollout.max_prompt_tokens + max_completion_tokens = {longest:,} tokens takes {needed / GIB:.2f}. "
+            f"Type a lower rollout.max_completion_tokens, {fewer_jobs}a larger rollout.vllm.kv_cache_gib, or "
             "rollout.vllm.kv_cache_dtype=fp8."
         )
     return size
