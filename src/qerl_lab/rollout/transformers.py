@@ -53,10 +53,12 @@ class TransformersEngine(Engine):
 
     def _generate_batch(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         """Generate one completion of each prompt."""
-        longest, pad_id, device = max(map(len, prompts)), self.policy.tokenizer.pad_token_id, self.policy.device
+        longest = max(map(len, prompts))
+        pad_id, device = self.policy.tokenizer.pad_token_id, self.policy.device
         ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)
-        is_drawn, ends = sampling.temperature > 0, self.policy.end_ids()
+        ends = self.policy.end_ids()
+        is_drawn = sampling.temperature > 0  # else greedy
         recorder = Recorder(sampling.temperature if is_drawn else 1.0)
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if is_drawn else {}
         out = self.policy.model.generate(

@@ -34,16 +34,14 @@ def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
     for a shared base, which needs Marlin's layout, and for W8A16, where vLLM would choose Humming. Prints why an NVFP4
     model does not get `fp4_tiles`, and a warning if the installed Humming has a data race.
 
-    Raises ConfigError for products in FP8 on a GPU that cannot compute them; vLLM would leave activations in 16 bits.
+    Raises ConfigError for products in FP8 on a GPU that cannot compute them.
     """
     vllm_cfg, weight_format = cfg.rollout.vllm, formats.build(cfg.format)
-    has_fp8_products = weight_format == W8A8 or vllm_cfg.dense_dtype == "fp8"  # not both: the second is for NVFP4
-    if has_fp8_products and torch.cuda.is_available() and torch.cuda.get_device_capability() < MULTIPLIES_FP8:
-        key = "format.activations" if weight_format == W8A8 else "rollout.vllm.dense_dtype"
-        raise ConfigError(
-            f"{key}=fp8 is not possible on {torch.cuda.get_device_name()}; allowed: GPUs of compute capability 8.9 "
-            f"(Ada) and higher. Type {key}=auto."
-        )
+    if torch.cuda.is_available():
+        if weight_format == W8A8:
+            _check_multiplies_fp8("format.activations")
+        if vllm_cfg.dense_dtype == "fp8":
+            _check_multiplies_fp8("rollout.vllm.dense_dtype")
     backend = vllm_cfg.linear_backend
     may_be_humming = backend == "humming" or (backend == "vllm" and weight_format == W8A16)
     if may_be_humming and torch.cuda.is_available() and humming_races():
@@ -61,6 +59,18 @@ def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
         print(f"linear_backend={otherwise}, because fp4_tiles {why}")
         return otherwise
     return FP4_TILES
+
+
+def _check_multiplies_fp8(key: str) -> None:
+    """Raise ConfigError if the GPU cannot multiply in FP8, which `key`=fp8 asks for.
+
+    vLLM would not refuse, but leave activations in 16 bits.
+    """
+    if torch.cuda.get_device_capability() < MULTIPLIES_FP8:
+        raise ConfigError(
+            f"{key}=fp8 is not possible on {torch.cuda.get_device_name()}; allowed: GPUs of compute capability 8.9 "
+            f"(Ada) and higher. Type {key}=auto."
+        )
 
 
 def tiles_fit(model: nn.Module, lora_rank: int) -> bool:

@@ -4,7 +4,7 @@ vLLM passes each log-prob on as slices of three arrays, an object and items of f
 takes a quarter of the host's time for scheduler and outputs. The GPU waits for the host whenever it ends first.
 
 `LLM` takes the scheduler class as an argument; vLLM warns that the class is not a public interface.
-tests/unit/rollout/test_contract.py tests what is used of it.
+tests/unit/rollout/test_contract.py fails if vLLM changes it.
 """
 
 from typing import Any

@@ -256,12 +256,12 @@ class OneAdapterMethod(LinearMethodBase):
         if self.routes.dense_rows:
             self._keep_dense(layer)
         if self.routes.fp4_tiles:
-            self._lay_in_tiles(layer)
+            self._convert_to_tiles(layer)
         else:
             self.base.process_weights_after_loading(layer)
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
 
-    def _lay_in_tiles(self, layer: LinearBase) -> None:
+    def _convert_to_tiles(self, layer: LinearBase) -> None:
         """Replace the layer's loaded weights by buffers in the layout of `fp4_tiles`.
 
         Raises ConfigError if `fp4_tiles` does not support this GPU, or the layer's shape or rank.
@@ -275,8 +275,9 @@ class OneAdapterMethod(LinearMethodBase):
             raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
         codes, scale = layer.weight_packed.data, layer.weight_scale.data
         divisor = layer.weight_global_scale.data[:1].clone()
-        for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight")]:
-            delattr(layer, name)
+        for name, _ in list(layer.named_parameters(recurse=False)):
+            if name.startswith("weight"):
+                delattr(layer, name)
         N, device = len(codes), codes.device
         tile = fp4_tiles.tile_of(N, columns, fp4_tiles.machine_of(device).multiprocessors)
         packed = pack(codes, scale, tile)

@@ -109,20 +109,11 @@ def _share_layer(vllm_layer: nn.Module, parts: Layers) -> list[str]:
 
     Returns the names of parts that keep their own tensors, because vLLM's tensors differ in some bits.
     """
-    keep, first = [], 0  # `first` is the row of the fused layer at which a part begins
+    keep = list[str]()
+    first = 0  # row of the fused layer at which a part begins
     for name, layer in parts.items():
-        packed = layer.packed()
-        layout: Tiles | Marlin
-        if TILES in vllm_layer._buffers:
-            tiles = vllm_layer.get_buffer(TILES)
-            held = {TILES: tiles, DIVISOR: packed[DIVISOR].to(tiles.device)}
-            layout = Tiles(first, layer.out_features, layer.in_features)
-        else:
-            codes, scale = (vllm_layer.get_parameter(of_engine).data for of_engine in ("weight", "weight_scale"))
-            divisor = packed[DIVISOR].to(codes.device)
-            held = part({CODES: codes, SCALE: scale, DIVISOR: divisor}, first, layer.out_features)
-            layout = Marlin(boost(divisor, vllm_layer.get_parameter("weight_global_scale")))
-        own = {key: tensor.to(held[DIVISOR].device) for key, tensor in packed.items()}
+        held, layout = _engine_tensors(vllm_layer, layer, first)
+        own = {key: tensor.to(held[DIVISOR].device) for key, tensor in layer.packed().items()}
         stored = layout.stored(held)
         if all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items()):
             layer.hold(held, layout)
@@ -130,6 +121,21 @@ def _share_layer(vllm_layer: nn.Module, parts: Layers) -> list[str]:
             keep.append(name)
         first += layer.out_features
     return keep
+
+
+def _engine_tensors(vllm_layer: nn.Module, layer: PackedLinear, first: int) -> tuple[dict[str, Tensor], Tiles | Marlin]:
+    """Return vLLM's tensors that hold the weight of the policy's `layer`, and the layout in which to read them.
+
+    `vllm_layer` fuses several layers; `layer` begins at its row `first`. The global scale is the policy's own.
+    """
+    divisor = layer.packed()[DIVISOR]
+    if TILES in vllm_layer._buffers:
+        tiles = vllm_layer.get_buffer(TILES)
+        return {TILES: tiles, DIVISOR: divisor.to(tiles.device)}, Tiles(first, layer.out_features, layer.in_features)
+    codes, scale = (vllm_layer.get_parameter(name).data for name in ("weight", "weight_scale"))
+    divisor = divisor.to(codes.device)
+    layout = Marlin(boost(divisor, vllm_layer.get_parameter("weight_global_scale")))
+    return part({CODES: codes, SCALE: scale, DIVISOR: divisor}, first, layer.out_features), layout
 
 
 def boost(divisor: Tensor, vllm_scale: Tensor) -> float:

@@ -74,7 +74,7 @@ class VllmEngine(Engine):
             if cfg.format.name == "fp8":  # also off, because an earlier engine or the user's shell may have set it
                 os.environ.update(dict.fromkeys(MARLIN_FOR_FP8, str(int(self.linear_backend == "marlin"))))
             adapter_arguments = self._adapter.arguments(folder, self.linear_backend) if self._adapter else {}
-            self.llm = start(cfg, folder, policy, self.linear_backend, adapter_arguments)
+            self.llm = build_llm(cfg, folder, policy, self.linear_backend, adapter_arguments)
             self.model: nn.Module = self.llm.apply_model(lambda model: model)[0]  # vLLM's, which is in this process
             if share:
                 self._share_base()
@@ -198,25 +198,17 @@ def read_completions(request: RequestOutput, names_G: list[str]) -> list[Complet
     return completions
 
 
-def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, adapter_arguments: dict[str, Any]) -> LLM:
+def build_llm(cfg: RunConfig, folder: Path, policy: Policy, backend: str, adapter_arguments: dict[str, Any]) -> LLM:
     """Build vLLM's `LLM` on the model directory `folder`, with the adapter's arguments `adapter_arguments`.
 
     `backend` is the kernel from `choose_backend`. Raises ConfigError if vLLM refuses the model or memory is too small.
     """
-    vllm_cfg = cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.dtype
-    per_token = cache_bytes_per_token(config, 1 if vllm_cfg.kv_cache_dtype == "fp8" else dtype.itemsize)
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if vllm_cfg.dense_rows:
-        packed = packed_layers(policy.base).values()
-        itemsize = 1 if vllm_cfg.dense_dtype == "fp8" else dtype.itemsize
-        weights += sum(layer.out_features * layer.in_features for layer in packed) * itemsize
-    if policy.trains_all:  # the trainer's gradients and moments come later, and need room beside the cache
-        trained = sum(weight.numel() for weight in policy.model.parameters() if weight.requires_grad)
-        weights += trained * (4 + cfg.optim.moment_bytes)
+    per_token = cache_bytes_per_token(config, 1 if cfg.rollout.vllm.kv_cache_dtype == "fp8" else dtype.itemsize)
+    free = free_bytes(policy.device, cfg.jobs_per_gpu) - bytes_beside_cache(cfg, folder, policy)
     arguments: dict[str, Any] = {
         **serving_arguments(cfg, dtype, policy.device),
-        "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device, cfg.jobs_per_gpu) - weights),
+        "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free),
         "gpu_memory_utilization": 0.01,  # no effect with the line above, but checked against free memory
         "linear_backend": IN_VLLM.get(backend, backend),
         "scheduler_cls": logprob_scheduler.SCHEDULER,
@@ -237,6 +229,24 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, adapter_ar
         ) from error
 
 
+def bytes_beside_cache(cfg: RunConfig, folder: Path, policy: Policy) -> int:
+    """Return the bytes of memory that vLLM's weights will take, and with lora=full gradients and optimizer state.
+
+    vLLM's weights are the files in `folder` and, with `dense_rows`, an unpacked copy. Gradients and optimizer state
+    belong to the trainer, which makes them after vLLM has taken its cache.
+    """
+    vllm_cfg = cfg.rollout.vllm
+    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if vllm_cfg.dense_rows:
+        packed = packed_layers(policy.base).values()
+        itemsize = 1 if vllm_cfg.dense_dtype == "fp8" else policy.dtype.itemsize
+        needed += sum(layer.out_features * layer.in_features for layer in packed) * itemsize
+    if policy.trains_all:
+        trained = sum(weight.numel() for weight in policy.model.parameters() if weight.requires_grad)
+        needed += trained * (4 + cfg.optim.moment_bytes)
+    return needed
+
+
 @contextmanager
 def raising_engine_failed(what: str) -> Iterator[None]:
     """Context manager: turn RuntimeErrors (also out of memory) and vLLM's EngineDeadError into EngineFailed.
@@ -245,14 +255,14 @@ def raising_engine_failed(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except EngineFailed:
+        raise
     except torch.OutOfMemoryError as error:
         raise EngineFailed(
             f"vLLM is out of memory in {what} ({first_line(error)}). Type a lower rollout.vllm.kv_cache_gib, "
             "rollout.vllm.max_num_batched_tokens, rollout.batch_size, or optim.micro_batch_size."
         ) from error
     except (RuntimeError, EngineDeadError) as error:
-        if isinstance(error, EngineFailed):
-            raise
         raise EngineFailed(f"vLLM failed in {what} ({type(error).__name__}: {first_line(error)})") from error
 
 

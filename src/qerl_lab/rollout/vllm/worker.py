@@ -89,8 +89,9 @@ class NormWorker(Worker):
         """
         weights = self._qerl_parameters()
         clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as loaded
-        for name in weights.keys() & set(names) - clean.keys():
-            clean[name] = weights[name].detach().float().clone()
+        for name in names:
+            if name in weights and name not in clean:
+                clean[name] = weights[name].detach().float().clone()
         chosen = {name: clean[name] for name in names if name in clean}
         noisy = CLEAN.onto_norms(clean) | Noise(float(sigma), seed, step, relative).onto_norms(chosen)
         for name, weight in noisy.items():
