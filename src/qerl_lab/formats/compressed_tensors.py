@@ -15,6 +15,7 @@ from qerl_lab.formats.format import Format, Layout, PackedAs, layer_names, unsup
 
 # The output layer of a causal LM. It has no parent module, and other tools look for the plain name.
 _HEAD = "lm_head"
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 _EMPTY_SECTIONS = ("kv_cache_scheme", "sparsity_config", "transform_config")
 _ANY_PARENT = r"re:(.*\.)?"
 

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of, only_group
+from qerl_lab.formats.compressed_tensors import E4M3_MAX, CompressedTensors, layout_of, only_group
 from qerl_lab.formats.format import Layout, PackedAs, checked, unsupported_entry
 
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 _SCALE_OF_ZERO_ROW = torch.finfo(torch.bfloat16).eps  # any positive value would do; compressed-tensors writes this one
 _NAN = 0x7F  # bits of NaN, without the sign
 _PER_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}

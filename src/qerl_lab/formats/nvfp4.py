@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
-from qerl_lab.formats.compressed_tensors import CompressedTensors
+from qerl_lab.formats.compressed_tensors import E4M3_MAX, CompressedTensors
 from qerl_lab.formats.format import Decoder, Layout, Quantize, checked
 
 DIVISOR = "weight_global_scale"  # checkpoint name of the tensor scale
-E4M3_MAX = 448.0
 # The block scale that maps the tensor's largest magnitude to 6, by rule.
 _TENSOR_SCALE = {"max": E4M3_MAX, "four_over_six": 256.0}
 SCALE_RULES = tuple(_TENSOR_SCALE)

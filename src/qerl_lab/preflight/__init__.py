@@ -188,7 +188,8 @@ def _count_parameters(path: str, folder: Path | None) -> int | None:
 def parameters_in_name(hub_id: str) -> int | None:
     """Return the number of weights that a hub id states, such as 7e9 for Qwen2.5-7B; None if it states no number."""
     found = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", hub_id.rpartition("/")[2], re.IGNORECASE)
-    return int(max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in found)) if found else None
+    counts = [float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in found]
+    return int(max(counts)) if counts else None
 
 
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path, *, is_begun: bool) -> None:

@@ -66,7 +66,9 @@ def _rows(dataset: str, seed: int) -> Iterator[Any]:
             try:
                 yield parse_json(line)
             except ValueError as error:
-                raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON ({error}).") from error
+                raise ConfigError(
+                    f"dataset={path}: {line[:60]!r} is no JSON ({error}). Leave such rows out."
+                ) from error
     elif dataset.startswith(("/", ".", "~")) or dataset.endswith((".txt", ".jsonl")):
         raise ConfigError(f"dataset={dataset} is no file. Type dataset=FILE.txt, dataset=FILE.jsonl or a hub id.")
     else:

@@ -45,7 +45,8 @@ def measure(
     Writes quality.json to `folder`. `linears` are the names of the packed Linears.
     """
     started = time.time()
-    dense, packed, fit_scales = WeightFiles(source), WeightFiles(folder), options.method == "awq"
+    dense, packed = WeightFiles(source), WeightFiles(folder)
+    fit_scales, is_calibrated = options.method == "awq", options.method != "rtn"
     weight_format = formats.build(options.format_config())
     sizes = {name: dense.bytes(f"{name}.weight") for name in linears}
     layers = []
@@ -53,10 +54,10 @@ def measure(
         for name in linears:
             layers.append(measure_layer(weight_format, dense, packed, name, device, fit_scales=fit_scales))
             bar.advance(sizes[name])
-    before, after = (sum(files.bytes(name) for name in files.names) for files in (dense, packed))
+    before = sum(dense.bytes(name) for name in dense.names)
+    after = sum(packed.bytes(name) for name in packed.names)
     count = sum(math.prod(dense.shape(name)) for name in dense.names)
     in_linears = sum(layer.weights for layer in layers)
-    is_calibrated = options.method != "rtn"
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "model": options.model, "revision": options.revision, "format": options.format, "method": options.method,
@@ -97,7 +98,9 @@ def measure_layer(
 def sqnr_summary(layers: Sequence[MeasuredLayer]) -> dict[str, Any]:
     """Return the SQNR in dB of all weights, of each layer, and of the five lowest layers; None where it is infinite."""
     levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
-    ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
+    infinite = [name for name, level in levels.items() if level is None]
+    finite = {name: level for name, level in levels.items() if level is not None}
+    ranked = sorted(finite, key=finite.__getitem__) + infinite
     return {
         "all": decibels(sum(layer.signal for layer in layers), sum(layer.error for layer in layers)),
         "lowest": [{"layer": name, "db": levels[name]} for name in ranked[:LOWEST]],

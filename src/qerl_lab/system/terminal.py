@@ -33,10 +33,12 @@ class ProgressBar:
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
         self.label, self.total, self.first, self.now, self.unit = label, total, done, done, unit
         self.started = self.printed = time.monotonic()
-        width, height = shutil.get_terminal_size((100, 24))  # tqdm draws nothing if the terminal reports 0 x 0
-        self.bar = tqdm(
-            desc=self.label, total=total, initial=done, unit=unit, unit_scale=unit == "B", ncols=width, nrows=height
-        ) if sys.stderr.isatty() else None  # fmt: skip
+        self.bar: tqdm | None = None  # then lines are printed
+        if sys.stderr.isatty():
+            width, height = shutil.get_terminal_size((100, 24))  # tqdm draws nothing if the terminal reports 0 x 0
+            self.bar = tqdm(
+                desc=label, total=total, initial=done, unit=unit, unit_scale=unit == "B", ncols=width, nrows=height
+            )
 
     def __enter__(self) -> Self:
         return self
