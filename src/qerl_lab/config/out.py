@@ -6,9 +6,10 @@ from qerl_lab.config.option import ConfigError
 
 
 class OutputOptions:
-    """Base class for the options of a command that writes a directory `out`."""
+    """Base class for the options of a command that writes a directory `out`, and may replace it with `overwrite`."""
 
     out: str
+    overwrite: bool
 
     @property
     def folder(self) -> Path:
@@ -23,14 +24,14 @@ def check_apart(options: OutputOptions, model: str) -> None:
         raise ConfigError(f"out={options.out} and model={model} lie within each other. Type an out beside the model.")
 
 
-def check_free(options: OutputOptions, overwrite: bool, record: str) -> None:
+def check_free(options: OutputOptions, record: str) -> None:
     """Raise ConfigError if `out` exists, unless `overwrite` is set and this command wrote `out`.
 
     `record` is the name of the file that the command leaves in its output (see `records`).
     """
     if not options.folder.exists():
         return
-    if not overwrite:
+    if not options.overwrite:
         raise ConfigError(f"out={options.out} exists. Type another out, or overwrite=true to replace it.")
     if not (options.folder / record).is_file():
         raise ConfigError(

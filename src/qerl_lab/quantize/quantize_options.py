@@ -78,7 +78,7 @@ def check(options: QuantizeOptions) -> None:
         if value != getattr(defaults, key) and (reader := _other_reader(options, key)):
             raise ConfigError(f"{key}={spell_value(value)} is an option of {reader}")
     check_apart(options, options.model)
-    check_free(options, options.overwrite, QUALITY)
+    check_free(options, QUALITY)
     check_patterns("ignore", options.ignore)
 
 

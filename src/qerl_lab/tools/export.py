@@ -6,7 +6,7 @@ The words are checked before torch is imported.
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from qerl_lab.cli.grammar import Command
@@ -63,7 +63,7 @@ def check(options: ExportOptions) -> RunDirectory:
         )
     if options.merged and options.base:
         raise ConfigError("merged=true and base=true: a merged model has its base in it. Leave one of them out.")
-    check_free(options, options.overwrite, EXPORT)
+    check_free(options, EXPORT)
     return run
 
 
@@ -116,8 +116,8 @@ def export(options: ExportOptions) -> None:
 def write_dense(cfg: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
     """Write a run's base model, quantized as in the run and dequantized, to `out` for transformers.
 
-    `merged` adds `adapter` to the weights. `base` is the folder of the base model, for the tokenizer. Changes `cfg` in
-    place, to merge in float32 on the CPU.
+    `merged` adds `adapter` to the weights. `base` is the folder of the base model, for the tokenizer. Computes in
+    float32 on the CPU, and rounds the result to `dtype_name`.
     """
     import torch
 
@@ -125,8 +125,8 @@ def write_dense(cfg: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
     from qerl_lab.model.dense import dense_tensors, write_model
 
     dtype = getattr(torch, dtype_name)
-    cfg.format.dense_cache, cfg.model.dtype = "off", "float32"  # merge in float32
-    cfg.model.attention = "sdpa"  # attention never runs here, and another package may be missing
+    model = replace(cfg.model, dtype="float32", attention="sdpa")  # attention never runs, and may need a package
+    cfg = replace(cfg, model=model, format=replace(cfg.format, dense_cache="off"))
     loaded = policy.build(cfg, torch.device("cpu"))
     policy.load_adapter(loaded.model, adapter)
     write_model(dense_tensors(loaded, dtype, merged=merged), dtype, base, out)
@@ -140,7 +140,7 @@ def card(options: ExportOptions, cfg: RunConfig, run: RunDirectory) -> str:
 
     path, result, env = cfg.model.path, run.result(), run.environment()
     low, high = result.get("accuracy_gain_interval", (0.0, 0.0))
-    data = ModelCardData(
+    card_data = ModelCardData(
         library_name="transformers" if options.merged else "peft",
         pipeline_tag="text-generation",
         tags=["qerl-lab", "reinforcement-learning", cfg.algorithm.name, cfg.format.name],
@@ -148,7 +148,7 @@ def card(options: ExportOptions, cfg: RunConfig, run: RunDirectory) -> str:
     )
     made = env.get("packages", {})
     return str(ModelCard.from_template(
-        data, template_path=str(Path(__file__).with_name("model_card.md.j2")),
+        card_data, template_path=str(Path(__file__).with_name("model_card.md.j2")),
         options=options, cfg=cfg, result=result, env=env, data=env.get("data") or {},
         max_rank=next((allowed for allowed in MAX_RANKS if allowed >= cfg.lora.rank), cfg.lora.rank),
         base_in_words=base_in_words(cfg),

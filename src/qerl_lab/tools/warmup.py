@@ -92,7 +92,7 @@ def check(options: WarmupOptions) -> None:
             f"divisor. Type for example micro_batch_size={math.gcd(options.micro_batch_size, options.batch_size)}."
         )
     check_apart(options, options.model)
-    check_free(options, options.overwrite, WARMUP)
+    check_free(options, WARMUP)
 
 
 def warm_up(options: WarmupOptions) -> None:
