@@ -4,7 +4,10 @@ An option is described by the first comment line of its YAML file, a key by its 
 """
 
 import shlex
+from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from qerl_lab.cli.compose import Job, Plan, make_plan
 from qerl_lab.cli.grammar import format_entry, format_key_entry
@@ -67,11 +70,11 @@ def help_text(config_dir: Path | None = None) -> str:
     for group, about in GROUPS.items():
         lines += ["", f"{group}: {about}", *_format_options(group, config_dir, defaults.get(group))]
     lines += ["", "Keys and their values in the default run (a scale or an option may set others; see --cfg job):"]
-    section, (usual,) = None, make_plan([], multirun=False).jobs
-    for name, field, value in leaves(usual.config):
-        if section != (section := name.rpartition(".")[0]):
-            lines.append("")
-        lines += format_key_entry(name, field, value, 36)
+    (usual,) = make_plan([], multirun=False).jobs
+    for _, keys in groupby(leaves(usual.config), key=lambda leaf: leaf.section):
+        lines.append("")
+        for name, field, value in keys:
+            lines += format_key_entry(name, field, value, 36)
     return "\n".join([*lines, "", *FLAGS])
 
 
@@ -94,7 +97,7 @@ def _format_options(group: str, config_dir: Path | None, default: str | None = N
     found = [path for folder in [*folders, group_folder(group)] for path in folder.glob("*.yaml")]
     files = {path.stem: path for path in found if path.is_file()}  # neither a folder nor a link to nothing
     width, lines = max(map(len, files)) + 4, list[str]()
-    for name in sorted(sorted(files), key=by_numbers):
+    for name in sorted(files, key=by_numbers):
         lines += format_entry(name + ("*" if name == default else ""), describe_option(files[name]), width)
     return lines
 
@@ -102,13 +105,14 @@ def _format_options(group: str, config_dir: Path | None, default: str | None = N
 def dry_run_table(plan: Plan) -> str:
     """Format the table of a dry run: the jobs of a command, one per line, with the overrides in which they differ."""
     rows, words_of_jobs = [], split_overrides(plan.jobs)[1] if plan.multirun else [[]]
+    not_repeated = ("experiment", "seed", "dry_run")  # keys that the text shows elsewhere
     for job, words in zip(plan.jobs, words_of_jobs, strict=True):
-        cfg, in_columns = job.config, ("experiment", "seed", "dry_run")
+        cfg = job.config
         rows.append({
             "job": job.number, "experiment": cfg.experiment, "scale": cfg.scale, "model": cfg.model.name,
             "format": cfg.format.name, "aqn": cfg.aqn.schedule, "algorithm": cfg.algorithm.name, "rank": cfg.lora.rank,
             "seed": cfg.seed, "steps": cfg.steps, "batch": cfg.completions_per_step,
-            "overrides": " ".join(word for word in words if word.lstrip("+").partition("=")[0] not in in_columns),
+            "overrides": " ".join(word for word in words if word.lstrip("+").partition("=")[0] not in not_repeated),
             "run directory": job.run_dir.relative_to(plan.directory) if plan.multirun else format_path(job.run_dir),
         })  # fmt: skip
     shown = [name for name in rows[0] if name != "overrides" or any(row[name] for row in rows)]
@@ -153,13 +157,8 @@ def sweep_table(plan: Plan) -> str:
     shared, words_of_jobs = split_overrides(plan.jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
     for job, words, run, status in zip(plan.jobs, words_of_jobs, runs, statuses, strict=True):
-        where, result, accuracy, entropy = str(job.run_dir.relative_to(plan.directory)), run.result(), "-", "-"
-        if "accuracy_before" in result and "accuracy_after" in result:
-            accuracy = f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"
-        if "entropy_first" in result and "entropy_last" in result:
-            entropy = first_and_last(result["entropy_first"], result["entropy_last"], int(result.get("steps", 0)))
-        speed = [f"{result[key]:.0f}" if key in result else "-" for key in ("tokens_per_second", "seconds")]
-        rows.append([str(job.number), " ".join(words), status, accuracy, entropy, *speed, where])
+        where = str(job.run_dir.relative_to(plan.directory))
+        rows.append([str(job.number), " ".join(words), status, *_headline_cells(run.result()), where])
     header, *body = columns(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
     for run, status, line in zip(runs, statuses, body, strict=True):
@@ -182,6 +181,17 @@ def sweep_table(plan: Plan) -> str:
         lines.append(f"continue job {left[0].number} with: {command} {resume_override(format_path(left[0].run_dir))}")
         lines.append(f"continue all jobs with the same line, or: {command} {resume_override(here)}")
     return "\n".join(lines)
+
+
+def _headline_cells(result: Mapping[str, Any]) -> list[str]:
+    """Format accuracy, entropy (nats), tokens/s and seconds of a run; - for each that its `result` (DONE) lacks."""
+    accuracy, entropy = "-", "-"
+    if "accuracy_before" in result and "accuracy_after" in result:
+        accuracy = f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"
+    if "entropy_first" in result and "entropy_last" in result:
+        entropy = first_and_last(result["entropy_first"], result["entropy_last"], int(result.get("steps", 0)))
+    speed = [f"{result[key]:.0f}" if key in result else "-" for key in ("tokens_per_second", "seconds")]
+    return [accuracy, entropy, *speed]
 
 
 def split_overrides(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:

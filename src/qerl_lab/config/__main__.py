@@ -1,6 +1,7 @@
 """`python -m qerl_lab.config tables`: print every group, option and key as Markdown for docs/configuration.md."""
 
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,17 @@ def format_tables() -> str:
             sets = " ".join(f"`{word}`" for word in _settings_of_option(path, group))
             text += _format_row(f"`{name}`{' (default)' if name == default else ''}", describe_option(path), sets)
     text += "\n## Every key\n"
-    section = None
-    for name, field, default in leaves(RunConfig()):
-        if section != (section := name.rpartition(".")[0]):
-            text += f"\n### {f'`{section}`' if section else 'Of the run'}\n\n"
-            text += "| key | default | unit | allowed | meaning | hash |\n|---|---|---|---|---|---|\n"
-        of_key = field.metadata
-        allowed = ", ".join(f"`{choice}`" for choice in of_key["choices"] or ())
-        allowed = allowed or ": ".join(filter(None, (describe_type(field.type), bounds_in_words(of_key))))
-        is_hashed = "yes" if is_of_arm(name) else ""
-        text += _format_row(
-            f"`{name}`", f"`{spell_value(default)}`", of_key["unit"], allowed, of_key["help"], is_hashed
-        )
+    for section, keys in groupby(leaves(RunConfig()), key=lambda leaf: leaf.section):
+        text += f"\n### {f'`{section}`' if section else 'Of the run'}\n\n"
+        text += "| key | default | unit | allowed | meaning | hash |\n|---|---|---|---|---|---|\n"
+        for name, field, default in keys:
+            of_key = field.metadata
+            allowed = ", ".join(f"`{choice}`" for choice in of_key["choices"] or ())
+            allowed = allowed or ": ".join(filter(None, (describe_type(field.type), bounds_in_words(of_key))))
+            is_hashed = "yes" if is_of_arm(name) else ""
+            text += _format_row(
+                f"`{name}`", f"`{spell_value(default)}`", of_key["unit"], allowed, of_key["help"], is_hashed
+            )
     return text
 
 

@@ -42,7 +42,7 @@ REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tes
 ENGINE_KEYS = {
     "rollout.vllm.": ("vllm", "vllm_server"),
     "rollout.vllm_server.": ("vllm_server",),
-    # Not by a server.
+    # A server uses the other keys of rollout.vllm.*, but not these.
     **{f"rollout.vllm.{key}": ("vllm",) for key in ("lora", "share_base", "dense_rows", "dense_dtype")},
 }
 
@@ -53,6 +53,11 @@ class Leaf(NamedTuple):
     name: str
     field: Field[Any]
     value: Any
+
+    @property
+    def section(self) -> str:
+        """Return the dotted name of the section that the key is in: `aqn.solver` for aqn.solver.draws, "" for seed."""
+        return self.name.rpartition(".")[0]
 
 
 def leaves(node: Any, prefix: str = "") -> list[Leaf]:

@@ -71,9 +71,10 @@ def field_of_key(name: str) -> Field[Any]:
 
 
 def unknown_key_error(name: str) -> ConfigError:
-    """Return the error for a dotted name that is no key. The message says what to type, or lists similar keys.
+    """Return the error for a dotted name that is no key. The message says what to type, or lists the allowed keys.
 
-    It lists only keys that a user may type.
+    These are the keys beside it in its section or, if there is no such section, the names at the top. Lists only keys
+    that a user may type.
     """
     known = [key for key in TYPES if key not in NOT_PROPOSED]
     if inside := [key for key in known if key.startswith(name + ".")]:
@@ -84,10 +85,10 @@ def unknown_key_error(name: str) -> ConfigError:
     meant = [key for key in same_last if key in beside]
     if not meant and (theirs := translate_foreign_name(name)):
         return ConfigError(f"{name} is not a known key. Type {what_to_type(theirs)}.")
-    here = beside or [*dict.fromkeys(key.split(".")[0] for key in known), "sweeps"]
-    meant = meant or [key for key in here if key.startswith(name)] or same_last
-    hint = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, [*here, *known])
-    return unknown_name_error(name, here, hint)
+    allowed = beside or [*dict.fromkeys(key.split(".")[0] for key in known), "sweeps"]
+    meant = meant or [key for key in allowed if key.startswith(name)] or same_last
+    hint = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, [*allowed, *known])
+    return unknown_name_error(name, allowed, hint)
 
 
 def translate_foreign_name(name: str) -> str | None:
@@ -126,7 +127,8 @@ def check_type(name: str, field: Field[Any], value: Any) -> None:
     """Raise ConfigError unless `value` has the type of the key `name`. An int is accepted for a float.
 
     `field` is the dataclass field of the key (see `option`). The message suggests the default, unless that is empty or
-    a long text. For 1e3 as a whole number it suggests 1000, if that is within the bounds, for off as a boolean false.
+    a long text. Where a whole number is wanted and 1e3 was given, it suggests 1000, or raises the error of
+    `check_bounds` if 1000 is out of bounds. Where true or false is wanted and off was given, it suggests false.
     """
     kind: Any = field.type
     if has_type(value, kind):

@@ -22,7 +22,7 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
     """
     tracking, model, task, lora = cfg.tracking, cfg.model, cfg.task, cfg.lora
     if tracking.uri is not None and (file := sqlite_file(tracking.uri)):
-        tracking = replace(tracking, uri=sqlite_uri(Path(_absolute_path(str(file)))))
+        tracking = replace(tracking, uri=sqlite_uri(file.expanduser().absolute()))
 
     path, content = _absolute_model_path(model.path), model.hash
     if Path(path).is_absolute() and (found := model_hash(Path(path))):

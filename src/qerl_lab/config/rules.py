@@ -268,17 +268,17 @@ def _check_aqn(cfg: RunConfig) -> None:
         )
     if aqn.schedule == "off":
         return
-    start, end, example = ("kl_start", "kl_end", "3e-3") if unit == "kl" else ("sigma_start", "sigma_end", "0.01")
-    first, last = getattr(aqn, start), getattr(aqn, end)
-    if first == 0:
+    start, end = f"{unit}_start", f"{unit}_end"
+    example_start, example_end = ("3e-3", "1e-4") if unit == "kl" else ("0.01", "5e-4")
+    if getattr(aqn, start) == 0:
         raise ConfigError(
             f"aqn.schedule={aqn.schedule} with aqn.{start}=0 adds no noise; allowed: above 0. "
-            f"Type aqn=off, or for example aqn.{start}={example}."
+            f"Type aqn=off, or for example aqn.{start}={example_start}."
         )
-    if aqn.schedule == "exponential" and last == 0:
+    if aqn.schedule == "exponential" and getattr(aqn, end) == 0:
         raise ConfigError(
             f"aqn.schedule=exponential never reaches aqn.{end}=0 (Eq. 8 takes the ratio {end} / {start}); "
-            f"allowed: above 0. Type for example aqn.{end}={'1e-4' if unit == 'kl' else '5e-4'} or aqn=linear."
+            f"allowed: above 0. Type for example aqn.{end}={example_end} or aqn=linear."
         )
     if aqn.stages == 1 and aqn.reading != "equation" and aqn.schedule != "adaptive":
         more = "aqn.stages=2, or " if cfg.steps > 1 else ""  # one step is in stage 1, however many stages there are
@@ -321,8 +321,10 @@ def _check_learning(cfg: RunConfig) -> None:
 def check_patterns(name: str, entries: list[str]) -> None:
     """Raise ConfigError if an `re:PATTERN` in `entries`, the value of the key `name`, is not a regular expression."""
     for entry in entries:
+        if not entry.startswith("re:"):
+            continue
         try:
-            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+            re.compile(entry.removeprefix("re:"))
         except re.error as error:
             raise ConfigError(
                 f"{name}={entries}: {entry!r} is no regular expression ({error}); allowed: a layer's full name, its "
@@ -343,9 +345,12 @@ def _check_engine_options(cfg: RunConfig) -> None:
             f"rollout.vllm.linear_backend=fp4_tiles with lora.rank={rank} is not allowed; allowed with it: a rank in "
             f"multiples of {TILES_RANKS} up to {TILES_MAX_RANK}. Type rollout.vllm.linear_backend=auto."
         )
-    if rollout.engine != "vllm_server":
-        return
-    server = rollout.vllm_server
+    if rollout.engine == "vllm_server":
+        _check_server(rollout.vllm_server)
+
+
+def _check_server(server: VllmServerConfig) -> None:
+    """Raise ConfigError if `server.url` is no address, or another host and no `adapter_dir` is shared with it."""
     address = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?/?", server.url)
     if address is None:
         raise ConfigError(

@@ -66,12 +66,18 @@ def shell_override(key: str, value: str | Path) -> str:
 
 
 def shell_line(arguments: Sequence[str]) -> str:
-    """Join command-line arguments into a line for the shell.
+    """Join command-line arguments into a line for the shell, each in quotes if it needs them."""
+    return " ".join(map(_quote_for_shell, arguments))
 
-    An argument with an apostrophe gets double quotes if possible: "KEY='a b'".
+
+def _quote_for_shell(text: str) -> str:
+    """Quote an argument for the shell. One with an apostrophe gets double quotes if possible: "KEY='a b'".
+
+    Double quotes are not possible around a character that the shell interprets inside them too. A backslash before an
+    apostrophe is none: the shell keeps it.
     """
-    in_double = [("'" in text and not set(text.replace("\\'", "")) & set('"$`\\!')) for text in arguments]
-    return " ".join(f'"{text}"' if so else shlex.quote(text) for text, so in zip(arguments, in_double, strict=True))
+    fits_double_quotes = set(text.replace("\\'", "")).isdisjoint('"$`\\!')
+    return f'"{text}"' if "'" in text and fits_double_quotes else shlex.quote(text)
 
 
 def resume_override(path: str | Path) -> str:
@@ -87,7 +93,11 @@ def quoted(value: str, quote: str = "'") -> str:
 
 
 def unquoted(value: str) -> str:
-    """Return the text inside quotes of Hydra's override grammar; a text without quotes unchanged."""
+    """Return the text inside quotes of Hydra's override grammar; a text without quotes unchanged.
+
+    Halves a run of backslashes before a quote of the same kind or the end, rounded down, as Hydra does. Other
+    backslashes stay.
+    """
     if not _QUOTED.fullmatch(value):
         return value
     return re.sub(rf"(\\+)({value[0]}|\Z)", lambda found: found[1][: len(found[1]) // 2] + found[2], value[1:-1])
