@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -142,22 +142,28 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
             cfg.hydra.job.num = cfg.hydra.job.id = number
         HydraConfig.instance().set_config(cfg)
         jobs.append(replace(job, run_dir=directory / str(cfg.hydra.sweep.subdir)))
-    first_jobs: dict[str, int] = {}  # run directory, or configuration as text -> number of the first job that has it
-    for job in jobs:
-        if (other := first_jobs.setdefault(str(job.run_dir), job.number)) != job.number:
-            raise ConfigError(
-                f"jobs {other} and {job.number} would share the run directory {job.run_dir}; allowed: a "
-                "hydra.sweep.subdir that differs between jobs. Leave it out, or put ${hydra.job.num} in it."
-            )
-        if (other := first_jobs.setdefault(repr(job.config), job.number)) != job.number:
-            raise ConfigError(
-                f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
-                "Leave out one of the two equal values."
-            )
+    _refuse_equal_jobs(jobs)
     intent.refuse_conflicting_jobs([job.config for job in jobs])
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])
     typed = intent.overrides_by_key(_typed_words(master.hydra.overrides.hydra))
     return Plan(jobs, directory, directory_is_fixed="hydra.sweep.dir" in typed, multirun=True)
+
+
+def _refuse_equal_jobs(jobs: Sequence[Job]) -> None:
+    """Raise ConfigError if two jobs of a sweep have the same run directory, or the same configuration."""
+    first_by_directory: dict[Path, int] = {}  # run directory -> number of the first job that has it
+    first_by_config: dict[str, int] = {}  # configuration as text -> likewise
+    for job in jobs:
+        if (other := first_by_directory.setdefault(job.run_dir, job.number)) != job.number:
+            raise ConfigError(
+                f"jobs {other} and {job.number} would share the run directory {job.run_dir}; allowed: a "
+                "hydra.sweep.subdir that differs between jobs. Leave it out, or put ${hydra.job.num} in it."
+            )
+        if (other := first_by_config.setdefault(repr(job.config), job.number)) != job.number:
+            raise ConfigError(
+                f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
+                "Leave out one of the two equal values."
+            )
 
 
 def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> Job:
@@ -181,6 +187,7 @@ def _refuse_mislabelled_experiment(
     `config` is the job's configuration, `cfg` the same as Hydra composed it. `typed` maps typed keys to their values.
     """
     arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(_experiment_keys())
+    # A typed group, such as format, changes the declared keys in it.
     suspects = [key for key in typed if any(f"{name}.".startswith(f"{key}.") for name in declared)]
     if arm is None or not suspects:
         return
@@ -251,7 +258,7 @@ def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
     Raises ConfigError if the configuration cannot run.
     """
     values: dict[str, Any] = {}
-    for key in cfg:  # not of a copy without hydra, because values may refer to it: ${hydra.runtime.cwd}
+    for key in cfg:  # one by one, because a copy without hydra could not resolve ${hydra.runtime.cwd} in a value
         if key != "hydra":
             node = cfg[key]
             values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node

@@ -200,17 +200,24 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
             overrides.append(word)
             continue
         if word.partition("=")[0] not in (*FLAGS, *FLAGS_WITH_VALUE):
-            names = [*TYPES, *GROUPS]  # which people type with dashes, by their last parts too: --lr, --rank
-            targets = {name.rpartition(".")[2]: name for name in reversed(names)}
-            targets |= dict(FOREIGN_NAMES) | {name: name for name in names}
-            hints = {name: what_to_type(target) for name, target in targets.items()}
-            hints |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
-            hints |= dict.fromkeys(("config_path", "config_name"), "--config-dir DIR to add options of your own")
-            raise unknown_flag_error(word, hints, [*FLAGS, *FLAGS_WITH_VALUE])
+            raise unknown_flag_error(word, _what_to_type_by_name(), [*FLAGS, *FLAGS_WITH_VALUE])
         flags.append(word)
         if word in FLAGS_WITH_VALUE and left and ("=" not in left[0] or os.path.exists(left[0])):
             flags.append(left.pop(0))
     return flags, overrides
+
+
+def _what_to_type_by_name() -> dict[str, str]:
+    """Map each name that people type with dashes to what to type instead: --rank, --lora.rank and --lora_r are one key.
+
+    The names are keys and groups, their last parts, and names that other libraries use.
+    """
+    names = [*TYPES, *GROUPS]
+    targets = {name.rpartition(".")[2]: name for name in reversed(names)}  # reversed: the first key of a name wins
+    targets |= dict(FOREIGN_NAMES) | {name: name for name in names}
+    typed = {name: what_to_type(target) for name, target in targets.items()}
+    typed |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
+    return typed | dict.fromkeys(("config_path", "config_name"), "--config-dir DIR to add options of your own")
 
 
 def _config_dir(flags: Sequence[str]) -> Path | None:
@@ -259,25 +266,31 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
     if steps is not None:
         jobs.extend_run(run, int(steps))
     elif run.status == "done":
-        made = run.config().steps
-        if (damaged := run.damaged_result_files()) and run.last_saved() == made:
-            unreadable = EVALUATIONS in damaged and (directory / EVALUATIONS).exists()
-            files = f"{DONE} and {EVALUATIONS}" if unreadable else DONE
-            raise ConfigError(
-                f"resume={directory}: this run is finished, but {', '.join(map(' '.join, damaged.items()))}. "
-                f"Move {files} out of its directory and type the same again: "
-                f"it writes its result again, from step {made}."
-            )
-        more = f"Add steps={2 * made} to extend the run, or start a new run."
-        raise ConfigError(
-            f"resume={directory}: this run is already finished (it has a DONE file). "
-            f"{more if run.last_saved() == made else 'It kept no checkpoint to continue from: start a new run.'}"
-        )
+        raise _finished_run_error(run)
     else:
         preflight.check(run.config(), directory, is_begun=True)
     if jobs_per_gpu is not None:
         run.share_gpu(int(jobs_per_gpu))
     return _print_unfinished(launch.start(run, TypedCommand(command)), run)
+
+
+def _finished_run_error(run: RunDirectory) -> ConfigError:
+    """Return the error for resuming a finished run: how to extend it, or how to write damaged result files again."""
+    made = run.config().steps
+    has_checkpoint = run.last_saved() == made
+    if (damaged := run.damaged_result_files()) and has_checkpoint:
+        unreadable = EVALUATIONS in damaged and (run.path / EVALUATIONS).exists()
+        files = f"{DONE} and {EVALUATIONS}" if unreadable else DONE
+        return ConfigError(
+            f"resume={run.path}: this run is finished, but {', '.join(map(' '.join, damaged.items()))}. "
+            f"Move {files} out of its directory and type the same again: "
+            f"it writes its result again, from step {made}."
+        )
+    more = f"Add steps={2 * made} to extend the run, or start a new run."
+    return ConfigError(
+        f"resume={run.path}: this run is already finished (it has a DONE file). "
+        f"{more if has_checkpoint else 'It kept no checkpoint to continue from: start a new run.'}"
+    )
 
 
 def command_line(overrides: Sequence[str] | None = None) -> str:
@@ -315,15 +328,15 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
     because the run may be meant for another machine. Raises ConfigError for the first job that could not start.
     """
     checked, first = [], plan.jobs[0].config
+    uses_this_machine = is_here and not is_dry
     _check_claims(plan)
     for job in plan.jobs:
         if job.begun and RunDirectory(job.run_dir).status == "done":
             checked.append(job)
             continue
         try:
-            is_used = is_here and not is_dry
-            preflight_notes = preflight.check(job.config, job.run_dir, is_here=is_used, is_begun=job.begun)
-            notes = [*job.notes, *preflight_notes]
+            found = preflight.check(job.config, job.run_dir, is_here=uses_this_machine, is_begun=job.begun)
+            notes = [*job.notes, *found]
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None
@@ -335,7 +348,7 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
         except ConfigError as error:
             notes.append(f"not on this machine: {error}")
         checked.append(replace(job, notes=notes))
-    if is_here and not is_dry:
+    if uses_this_machine:
         scheduler.gpu_pool_of([job.config for job in plan.jobs])
     if first.launcher == "slurm":
         cluster.time_limit_minutes(cluster.parse_sbatch_flags(first.slurm))
