@@ -81,8 +81,8 @@ def time_limit_minutes(flags: Mapping[str, Any]) -> int:
             f"slurm= has {'--time=' + str(flags['time']) if 'time' in flags else 'no --time'}; allowed: the limit of a "
             "job as minutes, H:M:S or D-H:M:S. Type for example slurm='--partition=gpu --time=2:00:00'."
         )
-    days, hours, mins, seconds, only = (int(part) for part in match.groups(default="0"))
-    limit = only or (days * 24 + hours) * 60 + mins + (seconds > 0)
+    days, hours, mins, seconds, only_minutes = (int(part) for part in match.groups(default="0"))
+    limit = only_minutes or (days * 24 + hours) * 60 + mins + (seconds > 0)
     if limit < LEAST_MINUTES:
         raise ConfigError(
             f"--time in slurm= is {limit} minutes, and a job stops to save {SIGNAL_SECONDS} seconds before this limit. "
@@ -141,28 +141,28 @@ def submit_to_ray(sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]
     waits for all jobs and shuts Ray down. Raises ConfigError if Ray cannot be reached.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
-    import ray as library
+    import ray
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        library.init(log_to_driver=False, include_dashboard=False)
+        ray.init(log_to_driver=False, include_dashboard=False)
     except ConnectionError as error:
         raise ConfigError(
             f"Ray cannot be reached: {in_one_line(error.__cause__ or error).rstrip('.')}. {GOES_ON}"
         ) from None
     for number, handler in before.items():  # Ray's own handlers would end the command
         signal.signal(number, handler)
-    has_gpus = library.cluster_resources().get("GPU", 0) > 0
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
 
     def run_on_ray(sweep_job: SweepJob) -> str:
         cfg = sweep_job.config
         gpus = cfg.gpus / cfg.jobs_per_gpu
         needs_gpu = has_gpus and cfg.device != "cpu"
-        task = library.remote(num_cpus=max(1, cfg.cpu_threads), num_gpus=gpus if needs_gpu else 0)(SweepJob.__call__)
-        return str(library.get(task.remote(sweep_job)))
+        task = ray.remote(num_cpus=max(1, cfg.cpu_threads), num_gpus=gpus if needs_gpu else 0)(SweepJob.__call__)
+        return str(ray.get(task.remote(sweep_job)))
 
     try:
         with ThreadPoolExecutor(sweep_jobs[0].config.jobs) as pool:
             yield [pool.submit(run_on_ray, sweep_job) for sweep_job in sweep_jobs]
     finally:
-        library.shutdown()
+        ray.shutdown()

@@ -24,8 +24,9 @@ from qerl_lab.config.task import TaskConfig
 from qerl_lab.model import on_disk
 
 CURVES = tuple(name for name in SCHEDULES if name not in ("off", "adaptive"))  # schedules that differ in shape
-# aqn.reading -> fewest aqn.stages with which all of them differ. With one stage less there is one stage between the
-# first noise and the last, halfway, where linear and cosine meet. With two less there is none.
+# aqn.reading -> fewest aqn.stages with which all CURVES differ. With one stage less, a single stage lies between the
+# first noise and the last: halfway, where linear and cosine have the same value. With two less no stage lies between
+# them, and all CURVES are alike.
 STAGES_WITH_A_SHAPE = {"released": 5, "equation": 4, "algorithm": 4}
 CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 
@@ -154,8 +155,8 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
 def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
     """Map each key without effect in this configuration to the row (`ConditionalKeys`) that says when it has one.
 
-    If task.module is set, keys of task.* are left out, because the module may read them: those that say where questions
-    come from only if it makes questions.
+    If task.module is set, keys of task.* are left out, because the module may read them. But task.path and
+    task.columns.*, which say where questions come from, are left out only if the module makes questions.
     """
     values, inert = values_of(cfg), dict[str, ConditionalKeys]()
     for row in CONDITIONAL_KEYS:
@@ -166,8 +167,8 @@ def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
         inert["model.revision"] = ConditionalKeys("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
     if cfg.task.module:
         of_questions = [key for key in inert if key == "task.path" or key.startswith("task.columns.")]
-        are_read = all(values[key] is None for key in of_questions) or tasks.makes_questions(cfg.task)
-        unread = () if are_read else of_questions
+        is_any_set = any(values[key] is not None for key in of_questions)  # first: makes_questions imports the module
+        unread = of_questions if is_any_set and not tasks.makes_questions(cfg.task) else []
         inert = {key: row for key, row in inert.items() if key in unread or not key.startswith("task.")}
     return inert
 
@@ -222,7 +223,11 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Coll
             f"them. Type for example aqn.stages={cfg.steps}{' aqn.reading=equation' if is_clean else ''}"
         )
     needed = STAGES_WITH_A_SHAPE[cfg.aqn.reading]
-    alike = CURVES if cfg.aqn.stages < needed - 1 else ("linear", "cosine") if cfg.aqn.stages < needed else ()
+    alike: tuple[str, ...] = ()
+    if cfg.aqn.stages == needed - 1:
+        alike = ("linear", "cosine")
+    elif cfg.aqn.stages < needed - 1:
+        alike = CURVES
     if {"aqn", "aqn.schedule"} & set(typed) and cfg.aqn.schedule in alike and cfg.steps >= needed:
         notes.append(
             f"aqn.stages={cfg.aqn.stages} with aqn.reading={cfg.aqn.reading}: the schedules {', '.join(alike)} have "

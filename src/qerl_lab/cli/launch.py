@@ -236,7 +236,7 @@ def _wait_for_all(
                 child.kill()
             elif stop_file is not None and stop_file.exists():
                 child.terminate()
-        is_alone = len(children) == 1 and stop_file is None  # then nothing else is to be looked at
+        is_alone = len(children) == 1 and stop_file is None  # then there is nothing to check while it runs
         with suppress(subprocess.TimeoutExpired):
             running[0].wait(None if is_alone else LOOK_SECONDS)
     if first_failed is not None:

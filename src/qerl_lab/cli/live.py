@@ -27,13 +27,14 @@ class JobProgress:
     def __init__(self, job: Job, words: str) -> None:
         self.number, self.steps, self.words = job.number, job.config.steps, words
         self.run, self.is_running = RunDirectory(job.run_dir), False
-        # A job runs once it has more sessions than before this command: any number if it has only its directory so far.
+        # A job that an earlier command began is running once it has one more session. A new job is running as soon as
+        # it leaves the queue, even before its first session: so -1.
         has_begun = job.begun and self.run.status != "not run"
         self._earlier_sessions = self._count_sessions() if has_begun else -1
-        self.step, self.first, self.reward, self.eta = 0, 0, "-", "-"
+        self.step, self.first_step, self.reward, self.eta = 0, 0, "-", "-"
         self.printed_tenth: int | None = None
         self.read_progress()
-        self.first = self.step
+        self.first_step = self.step  # that the run had before this command; the ETA counts from there
 
     def refresh(self) -> None:
         """Update whether the job is running, and its progress."""
@@ -47,7 +48,7 @@ class JobProgress:
             lines = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
             if lines:
                 self.step, self.reward = lines[-1]["step"], f"{lines[-1]['metrics']['reward/mean']:.2f}"
-            times = [line["time"] for line in lines if line["step"] > self.first]
+            times = [line["time"] for line in lines if line["step"] > self.first_step]
             left = self.steps - self.step
             self.eta = estimate_time_left(times[-1] - times[0], len(times) - 1, left) if times else "-"
 
@@ -127,7 +128,7 @@ class SweepProgress:
         if running := sum(job.is_running for job in self._left.values()):
             parts.append(f"{running} running")
         left = sum(job.steps - job.step for job in self._left.values())
-        made = sum(job.step - job.first for job in self._all)
+        made = sum(job.step - job.first_step for job in self._all)
         if left and made and not self._stop_file.exists():
             parts.append(f"ETA {estimate_time_left(time.monotonic() - self._started, made, left)}")
         return ", ".join(parts)

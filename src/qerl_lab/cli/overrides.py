@@ -27,12 +27,14 @@ from qerl_lab.config.spelling import quote_text, quoted, shell_override, without
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 CLASHES = ("Only one of --run", "The --resolve flag")  # Hydra's messages about flags that exclude each other
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
-# Hydra's messages about a file of the user's: all its keys stand below its group, a group has a value as if it were a
-# key, an option of another group is looked for below its own.
+# Hydra's messages about a YAML file of the user's. The first: without `# @package _global_` Hydra puts all keys of the
+# file below the file's group.
 NO_PACKAGE = re.compile(
     r"In '((\w+)/[^']+)': [^\n]*\n(?:Cannot convert 'DictConfig'|Key '\2').*full_key: \2\n", re.DOTALL
 )
+# A group has a value as if it were a key, such as `lora: rank64`.
 NO_GROUP = re.compile(r"In '([^']+)': [^\n]*\nMerge error: \w+ is not a subclass of (\w+)\. value: (.*)\n")
+# The defaults list names an option of another group without `override /`, so Hydra looks for it below the file's group.
 IN_DEFAULTS = re.compile(r"In '((\w+)/[^']+)': Could not find '\2/(\w+)/([^']+)'")
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 GROUPS = {  # the folders of conf/, and sweeps

@@ -167,12 +167,12 @@ def run_locally(sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
     was refused or failed. If several jobs run at once, each waits until `gpus` GPUs have room and sees only those,
     unless it runs on the CPU. Leaving the context waits for all jobs.
     """
-    cards = gpu_pool_of([sweep_job.config for sweep_job in sweep_jobs])
+    gpu_pool = gpu_pool_of([sweep_job.config for sweep_job in sweep_jobs])
 
     def run_on_gpus(sweep_job: SweepJob) -> str:
-        if cards is None or sweep_job.config.device == "cpu":
+        if gpu_pool is None or sweep_job.config.device == "cpu":
             return sweep_job()
-        with cards.take(sweep_job.config.gpus) as taken:
+        with gpu_pool.take(sweep_job.config.gpus) as taken:
             return sweep_job({machine.VISIBLE: ",".join(taken)})
 
     with ThreadPoolExecutor(sweep_jobs[0].config.jobs) as pool:
