@@ -50,6 +50,7 @@ CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions
 ARTIFACTS = (RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
 WRITTEN_IN_PLACE = ("", RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
 MARKS = (RESOLVED, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
+PARQUET_ENDS = b"PAR1"  # a whole Parquet file begins and ends with it
 HALF_A_LINE = "ends in half a line"
 PUT_BACK = "Put it back as it was (MLflow keeps it among the run's artifacts), or start a new run."
 # Keys that name a part of the lab. A user may add parts, so a record may name one that another installation lacks.
@@ -538,9 +539,12 @@ class RunDirectory:
     def _check_evaluations(self, is_expected: bool) -> None:
         """Raise ConfigError if eval.parquet is cut off, or missing although `is_expected`."""
         path = self.path / EVALUATIONS
-        if is_expected and not path.exists():
-            raise ConfigError(f"{path.name} is missing")
-        if path.exists() and not path.read_bytes()[:4] == path.read_bytes()[-4:] == b"PAR1":  # at both ends of Parquet
+        if not path.exists():
+            if is_expected:
+                raise ConfigError(f"{path.name} is missing")
+            return
+        data = path.read_bytes()
+        if not (data.startswith(PARQUET_ENDS) and data.endswith(PARQUET_ENDS)):
             raise ConfigError(f"{path} is no Parquet file. Move it away; a resumed run asks the questions again.")
 
     def write_evaluations(self, phases: "dict[str, pd.DataFrame]") -> None:

@@ -42,7 +42,8 @@ class Unfinished:
                     raise ConfigError(
                         f"{self.folder} has files that this command did not write. Type another out, or remove it."
                     )
-                return self.clear()
+                self.clear()
+                return
             begun = read_json(self.folder / JOURNAL, dict)
             if begun.get("identity") == self._journal["identity"]:
                 self._journal = begun

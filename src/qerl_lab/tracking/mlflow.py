@@ -166,9 +166,10 @@ class MlflowMirror:
         create_sqlite(uri)
         self._directory, self._offset, self._client = directory, 0, MlflowClient(tracking_uri=uri)
         experiment_id, key = self._experiment_id(cfg.tracking.experiment, uri), str(directory.mirror()["key"])
-        mirrors, steps = self._client.search_runs([experiment_id], f"tags.run_key = '{key}'"), str(cfg.steps)
-        # Not by config_hash, which is another one once the schema has a new key. A run that was killed while it created
-        # its mirror has sent no parameters.
+        mirrors = self._client.search_runs([experiment_id], f"tags.run_key = '{key}'")
+        # An extended run gets a new mirror, so the steps must agree. A mirror without parameters fits too: the run was
+        # killed while it created its mirror. config_hash is not compared, because a new key in the schema changes it.
+        steps = str(cfg.steps)
         mirror = next((run for run in mirrors if run.data.params.get("steps", steps) == steps), None)
         self.created = mirror is None
         if mirror is None:

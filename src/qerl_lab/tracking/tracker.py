@@ -35,6 +35,7 @@ class Follower:
         self, open_mirror: Callable[[], MlflowMirror | WandbMirror], name: Callable[[], str], remedy: str
     ) -> None:
         self._open, self._name, self._remedy = open_mirror, name, remedy
+        # Arguments for `close` of the mirror; `finish` sets them.
         self._ending: tuple[Status, Mapping[str, Any], float] = ("KILLED", {}, 0.0)
         self._stop, self._is_away, self.is_whole = threading.Event(), False, False
         self.thread = threading.Thread(target=self._follow_record, daemon=True)
