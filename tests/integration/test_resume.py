@@ -5,12 +5,14 @@ step missing or double, in metrics.jsonl and in MLflow, and the same adapter. Th
 itself; most other children are forked (tests/helpers/killed_runs.py).
 """
 
+import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,11 +21,12 @@ import pytest
 from forked import ended
 from killed_runs import STEPS, Reference, check, finish, kill, start
 from processes import run_module
+from qerl_lab.cli import launch
 from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
-from repeated import last_step, lines_of
+from repeated import files_of, last_step, lines_of
 from waiting import wait_for
 
 pytestmark = pytest.mark.integration
@@ -78,6 +81,56 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_continue(killable, referen
         words = shlex.split(said[1])
     finish(run_dir)
     check(run_dir, reference)
+
+
+QUESTIONS = {
+    "steps": 2, "checkpoint__every": 0, "rollout__max_completion_tokens": 160, "rollout__batch_size": 512,
+    "eval__questions": 128, "eval__samples": 4, "eval__every": 1, "eval__subset_questions": 128,
+    "eval__subset_samples": 4,
+}  # fmt: skip
+
+
+def stopped_among_questions(run_dir: Path, phase: str, number: signal.Signals) -> tuple[int, str]:
+    """Exit code and output of a command that gets a signal once its terminal says that the questions are asked."""
+    master, terminal = os.openpty()
+    line = [sys.executable, "-m", "qerl_lab", f"resume={run_dir}"]
+    process = subprocess.Popen(line, cwd=run_dir.parent, stdout=terminal, stderr=terminal, start_new_session=True)
+    os.close(terminal)
+    said = ""
+    while f"held-out questions {phase}: " not in said:
+        said += os.read(master, 65536).decode(errors="replace")
+    os.killpg(process.pid, number)  # as a terminal does, and a scheduler
+    with suppress(OSError):  # of a terminal that nobody else has open
+        while more := os.read(master, 65536):
+            said += more.decode(errors="replace")
+    os.close(master)
+    return process.wait(timeout=60), said
+
+
+@pytest.mark.slow
+def test_a_signal_among_held_out_questions_leaves_them_and_resume_asks_them_again(new_run) -> None:
+    """All 512 completions are one batch: a run that finished it would have the answers in its record."""
+    whole, run_dir = new_run(**QUESTIONS), new_run(**QUESTIONS)
+    finish(whole)
+    reference = lines_of(whole)
+    assert [step for step, _ in reference] == [0, 0, 1, 1, 2, 2, 2]
+    for phase, number, asked, lines, saved in (
+        ("before training", signal.SIGINT, set(), 0, 0),
+        ("after step 1", signal.SIGTERM, {"before", "step 0"}, 3, 1),
+        ("after training", signal.SIGINT, {"before", "step 0", "step 1", "step 2"}, 6, 2),
+    ):
+        code, said = stopped_among_questions(run_dir, phase, number)
+        assert code == 130, said
+        assert said.count(launch.STOPPING) == 1
+        assert launch.ABORTING not in said
+        assert "Traceback" not in said
+        assert f"interrupted; {saved} of 2 steps are saved. Continue with" in said
+        assert RunDirectory(run_dir).evaluations().keys() == asked
+        assert lines_of(run_dir) == reference[:lines]
+        assert RunDirectory(run_dir).status == "interrupted"
+    finish(run_dir)
+    assert lines_of(run_dir) == reference
+    assert files_of(run_dir) == files_of(whole)
 
 
 def test_kill_9_at_the_worst_moments(killable, reference) -> None:

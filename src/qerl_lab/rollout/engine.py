@@ -133,8 +133,9 @@ class Engine(Protocol):
     ) -> Rollout:
         """Sample `group_size` completions of each prompt.
 
-        Calls `on_done` with the number of completions that finished since its last call. An exception from `on_done`
-        ends the sampling and is passed on. Raises EngineFailed if sampling fails.
+        Calls `on_done` at least once a token, or about every second while a server samples, with the number of
+        completions that finished since its last call, often 0. An exception from `on_done` ends the sampling and is
+        passed on: so a caller can stop long before a completion is finished. Raises EngineFailed if sampling fails.
         """
 
     @abstractmethod

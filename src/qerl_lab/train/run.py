@@ -249,8 +249,7 @@ def ask_own_share(session: Session, questions: int, samples: int, when: str) -> 
 
         def advance(completions: int) -> None:  # rank 0's progress bar extrapolates to all ranks
             bar.advance(min(completions * session.ranks.size, completions_of_all - bar.now))
-            if bar.now < completions_of_all:
-                session.stop.raise_if_requested()
+            session.stop.raise_if_requested()
 
         try:
             return evaluate(session.engine, session.policy, session.data.task, cfg, share, samples, advance)

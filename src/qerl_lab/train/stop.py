@@ -20,7 +20,9 @@ class Diverged(FloatingPointError):
 
 @dataclass
 class Stop:
-    """Tells whether the run was asked to stop after the current step: by a signal, or because process `parent` died.
+    """Tells whether the run was asked to stop: by a signal, or because process `parent` died.
+
+    A run then finishes the current step, and leaves held-out questions at once.
 
     With `parent` None only signals stop the run. Programs that call a run, such as tests, use this, because they may go
     on in the background after their shell has exited. Until `can_save` is set there is nothing to save, and a signal or
@@ -39,8 +41,8 @@ class Stop:
         """
         stop = cls(parent=parent)
 
-        def stop_after_step(*_: object) -> None:
-            """Handle a signal: exit with status 130 if there is nothing to save, else stop after the current step."""
+        def request_stop(*_: object) -> None:
+            """Handle a signal: exit with status 130 if there is nothing to save, else ask the run to stop."""
             if not stop.can_save:
                 os._exit(INTERRUPTED)
             stop.signalled = True
@@ -53,7 +55,7 @@ class Stop:
                 time.sleep(1)
 
         for number in stop_signals():
-            signal.signal(number, stop_after_step)
+            signal.signal(number, request_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         threading.Thread(target=watch_parent, daemon=True).start()
         return stop

@@ -190,6 +190,23 @@ def test_closing_ends_the_requests_beside_one_that_failed(fake: FakeVllm, build)
     assert len(asked) <= 3, "more than the refused one, the one beside it, and one begun before the refusal came"
 
 
+def test_a_caller_may_stop_before_any_request_is_answered(fake: FakeVllm, build) -> None:
+    engine = build(rollout__vllm_server__patience_seconds=60.0)
+    fake.hold_seconds = 60
+    began, told = time.monotonic(), list[int]()
+
+    def stop(count: int) -> None:
+        told.append(count)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        engine.generate(PROMPTS, 2, SAMPLING, stop)
+    engine.close()
+    assert told == [0]
+    assert time.monotonic() - began < 30, "it waited for answers that nobody wants"
+    assert fake.at_once == 0
+
+
 def test_closing_aborts_nothing_of_a_run_that_took_the_server_over(fake: FakeVllm, build) -> None:
     engine = build(rollout__batch_size=4)
     fake.hold_seconds = 0.8

@@ -149,8 +149,7 @@ class VllmEngine(Engine):
                     with raising_engine_failed("generate"):
                         finished = [output for output in engine.step() if output.finished]
                     done |= {output.request_id: output for output in finished}
-                    for output in finished:
-                        on_done(len(output.outputs))
+                    on_done(sum(len(output.outputs) for output in finished))
                     if time.perf_counter() > deadline:
                         raise EngineFailed(
                             f"vLLM finished {len(done)} of {len(prompt_ids_P)} groups in rollout.vllm.timeout_minutes="

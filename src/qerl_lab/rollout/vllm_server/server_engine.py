@@ -7,10 +7,11 @@ that trainer and server see. `serve_line` prints the command that starts the ser
 import secrets
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ PROBE_TOKENS = 16
 # (tests/gpu/test_vllm_engine.py measures up to 0.043 for bfloat16). Other weights exceed it, unless they differ as
 # little as two rounding rules of a format.
 NEAR = {torch.float32: 0.01, torch.bfloat16: 0.1}
+LOOK_SECONDS = 1.0  # at most, between two calls of `on_done`
 ABORT_SECONDS = 0.5  # until requests are aborted again: one may have reached the server after the last time
 NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the server
 
@@ -207,10 +209,17 @@ class VllmServerEngine(Engine):
         deadline = time.monotonic() + 60 * minutes
         pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
         jobs = self._requests = [pool.submit(self._complete, body, deadline) for body in bodies]
+        ended = SimpleQueue[Future[list[Completion]]]()
+        for job in jobs:
+            job.add_done_callback(ended.put)
         done = 0
         try:
-            for job in as_completed(jobs):
-                job.result()
+            while done < len(jobs):
+                try:
+                    ended.get(timeout=LOOK_SECONDS).result()
+                except Empty:
+                    on_done(0)
+                    continue
                 done += 1
                 on_done(group_size)
         except Unanswered:
