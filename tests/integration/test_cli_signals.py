@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from qerl_lab.cli import launch
@@ -14,7 +15,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import terminal
 from standin import CRASHES_AFTER, DONE, FAILS, SIGNALLED, background, begin, seen, started
-from waiting import wait_for
+from waiting import has_ended, wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("standin")]
 
@@ -42,6 +43,25 @@ def test_a_signal_to_the_parent_alone_is_handed_to_the_child_as_sigterm(standin,
     parent.communicate(timeout=120)
     assert parent.returncode == 130
     assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("words", [("run_dir=run",), ("-m", "hydra.sweep.dir=run")], ids=["run", "sweep"])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_after_another_signal_aborts_what_does_not_stop(standin, first, words):
+    parent = background(standin, f"seed={SIGNALLED}", *words)
+    child = psutil.Process(seen(started("run" if len(words) == 1 else "run/0-*"))["pid"])
+    child.suspend()  # so that it handles no signal
+    parent.send_signal(first)
+    said = ""
+    while launch.STOPPING not in said:
+        said += parent.stderr.readline()
+    parent.send_signal(signal.SIGINT)
+    out, err = parent.communicate(timeout=120)
+    assert parent.returncode == 130
+    assert launch.ABORTING in err
+    assert "Traceback" not in out + err
+    assert "interrupted" in out
+    assert has_ended(child)
 
 
 def test_under_nohup_a_closed_terminal_stops_no_sweep_nor_does_nobody_who_reads(standin):
@@ -72,7 +92,7 @@ def test_an_interrupted_sweep_starts_no_further_job_and_still_shows_them_all(sta
     out, err = parent.communicate(timeout=120)
     assert parent.returncode == 130
     assert "Traceback" not in err
-    assert err.count(launch.STOPPING) == (how == "ctrl-c")
+    assert err.count(launch.STOPPING) == (how != "stop file")
     table = out[out.rindex("job  overrides") :].splitlines()
     assert [line.split()[2] for line in table[1:4]] == ["done", "interrupted", "not"]
     assert table[4] == "3 jobs in sweep: 1 done, 1 interrupted, 1 not run"

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from processes import run_module
+from qerl_lab.cli import launch
 from waiting import has_ended, wait_for
 
 QUEUE = """
@@ -65,16 +67,23 @@ def test_a_run_whose_pack_was_lost_is_planned_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_command_alone_stops_its_run_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("send", [lambda pid: os.kill(pid, signal.SIGTERM), lambda pid: os.killpg(pid, signal.SIGINT)],
+                         ids=["alone", "terminal"])  # fmt: skip
+def test_a_signal_to_the_command_stops_its_run_which_saves(tmp_path: Path, send: Callable[[int], None]) -> None:
+    """A terminal sends SIGINT to the run too, and the command a SIGTERM after it."""
     (tmp_path / "queue.yaml").write_text(QUEUE.replace("steps=1,", "steps=4000,").replace("[0, 1]", "[0]"))
     (tmp_path / "PREREGISTRATION.md").write_text("what was asked before")
     line = [sys.executable, "-m", "qerl_lab.tools.queue", "run", "queue.yaml", "pack=packed", "runs=machine"]
-    queue = subprocess.Popen(line, cwd=tmp_path, env=os.environ, stdout=subprocess.PIPE, text=True)
+    queue = subprocess.Popen(
+        line, cwd=tmp_path, env=os.environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     wait_for(lambda: list(tmp_path.glob("machine/*/metrics.jsonl")), alive=lambda: queue.poll() is None)
     below = psutil.Process(queue.pid).children(recursive=True)
     assert len(below) > 1, "the main command and the run's process"
-    queue.send_signal(signal.SIGTERM)
+    send(queue.pid)
     assert queue.wait(120) == 130
     assert all(map(has_ended, below))
-    assert "interrupted; " in "".join(file.read_text() for file in tmp_path.glob("machine/*.txt"))
+    said = "".join(file.read_text() for file in tmp_path.glob("machine/*.txt"))
+    assert "interrupted; " in said
+    assert launch.ABORTING not in said
     assert list(tmp_path.glob("machine/*/checkpoints/*"))

@@ -33,7 +33,11 @@ LOOK_SECONDS = 1.0  # between two checks of the stop file and of a run's process
 GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after a rank has died
 SAVE_SECONDS = 240.0  # for the processes of a job to save before the cluster kills it
 ABORT = "abort"  # content of the stop file
-STOPPING = "stopping: what is under way, a step or held-out questions, is finished first (Ctrl-C again aborts at once)"
+SAME_STOP_SECONDS = 5.0  # in which a SIGTERM belongs to the stop before it
+STOPPING = (
+    "stopping: a step under way is finished and saved, held-out questions are left and asked again later "
+    "(Ctrl-C again aborts at once)"
+)
 ABORTING = "aborting: steps after the last checkpoint are lost"
 
 # Defaults for the child's environment. A spinning OpenMP thread stalls a second run on the same cores for minutes;
@@ -49,6 +53,36 @@ CHILD_ENVIRONMENT = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # of transformers and TRL, which import MLflow before the first step
 }
 _children: list[subprocess.Popen[bytes]] = []  # the processes of all runs that this process waits for
+
+
+@dataclass
+class StopRequest:
+    """What the signals that this process has received ask for: the first to stop, another SIGINT or SIGTERM to abort.
+
+    One stop may come as several signals, which must not abort. A closed terminal sends SIGHUP, and its shell sends it
+    again, so SIGHUP never aborts. `srun`, process managers and `tools.queue` may send SIGTERM to a process that Ctrl-C
+    or another SIGTERM has reached already, so SIGTERM aborts only SAME_STOP_SECONDS after the first signal.
+
+    Attributes:
+        began: when the first signal came, in seconds of `time.monotonic`; None before.
+        aborts: whether a signal has asked to abort.
+    """
+
+    began: float | None = None
+    aborts: bool = False
+
+    def receive(self, number: int) -> bool:
+        """Take in a signal and say on standard error what it does; return whether it asks to abort."""
+        now = time.monotonic()
+        if self.began is None:
+            self.began = now
+            exits.say_now(STOPPING)
+            return False
+        if number == signal.SIGHUP or (number == signal.SIGTERM and now < self.began + SAME_STOP_SECONDS):
+            return False
+        self.aborts = True
+        exits.say_now(ABORTING)
+        return True
 
 
 @dataclass(frozen=True)
@@ -165,27 +199,25 @@ def _run_processes(
     If none failed, the rank is 0. A negative status is a signal number. Each process inherits `lock`, the lock of the
     run's directory.
 
-    Signals to this process are forwarded as SIGTERM, so that the processes finish their step and save. A second SIGINT
-    kills them. A terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there, because only this
-    process counts signals. Once the stop file of `sweep_job` exists, the processes are terminated, or killed if it
-    contains ABORT. After a failure the others are killed GRACE_SECONDS later.
+    Signals to this process are forwarded as SIGTERM, so that the processes finish their step and save. A second one
+    kills them (`StopRequest`). A terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there,
+    because only this process counts signals. Once the stop file of `sweep_job` exists, the processes are terminated, or
+    killed if it contains ABORT. After a failure the others are killed GRACE_SECONDS later.
     """
     children: list[subprocess.Popen[bytes]] = []
-    received: list[int] = []
+    request = StopRequest()
     stop_file = sweep_job.stop_file if sweep_job else None
 
     def is_aborted() -> bool:
-        """Tell whether Ctrl-C came twice, or the stop file says to abort."""
-        if received.count(signal.SIGINT) > 1:
+        """Tell whether a signal or the stop file says to abort."""
+        if request.aborts:
             return True
         return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
 
     def forward_signal(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        request.receive(number)
         for child in children:
             child.kill() if is_aborted() else child.terminate()
-        if number == signal.SIGINT:
-            exits.say_now(ABORTING if is_aborted() else STOPPING)
 
     with handle_stop_signals(forward_signal), run.console.open("ab") if sweep_job else nullcontext() as console:
         with _stop_signals_blocked():
@@ -195,7 +227,7 @@ def _run_processes(
                 )
                 children.append(child)
                 _children.append(child)
-        if received:  # perhaps before the first child, where there was none to forward it to
+        if request.began is not None:  # perhaps before the first child, where there was none to forward it to
             for child in children:
                 child.terminate()
         first_failed = _wait_for_all(children, stop_file, is_aborted)

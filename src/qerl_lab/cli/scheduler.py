@@ -1,6 +1,5 @@
 """Run the jobs of a sweep: on this machine's cores and shares of its GPUs, on Slurm, or on Ray."""
 
-import signal
 import threading
 import time
 import traceback
@@ -35,9 +34,9 @@ LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two checks fo
 def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) -> None:
     """Run all jobs of a sweep that are not done. Return when all have ended or a signal has stopped the sweep.
 
-    A signal creates STOP_FILE, so that running jobs save and stop, and no other job starts. A second SIGINT writes
-    ABORT into it, so that running jobs are killed. `command` is the typed line, recorded in runs that resume.
-    `variables` are added to the environment of the jobs. Raises ConfigError if another command runs this sweep.
+    A signal creates STOP_FILE, so that running jobs save and stop, and no other job starts. A second one writes ABORT
+    into it, so that running jobs are killed (`launch.StopRequest`). `command` is the typed line, recorded in runs that
+    resume. `variables` are added to the environment of the jobs. Raises ConfigError if another command runs this sweep.
     """
     stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
@@ -48,17 +47,16 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
         typed = TypedCommand(command, job.overrides, sweep)
         sweep_jobs.append(SweepJob(config, job.run_dir, typed, stop_file, variables or {}))
 
+    request = launch.StopRequest()
+
     def stop_jobs(number: int, frame: FrameType | None) -> None:
         exits.STOPS.append(number)
-        if number == signal.SIGINT:
-            if stop_file.exists():
-                stop_file.write_text(launch.ABORT, encoding="utf-8")
-                exits.say_now(launch.ABORTING)
-                raise KeyboardInterrupt
-            exits.say_now(launch.STOPPING)
+        if request.receive(number):
+            stop_file.write_text(launch.ABORT, encoding="utf-8")
+            raise KeyboardInterrupt
         stop_file.touch()
 
-    with jobs.locked_sweep(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
+    with jobs.locked_sweep(plan.directory), suppress(KeyboardInterrupt):  # of an abort
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         if not left:
             return

@@ -333,7 +333,8 @@ class Machine:
             while (left := self.until - time.monotonic()) > 0:
                 with suppress(subprocess.TimeoutExpired):
                     return process.wait(min(LOOK_SECONDS, left))
-            # After Ctrl-C not SIGINT: the process has got one from the terminal, and a second one aborts a run.
+            # After Ctrl-C not SIGINT: the process has got one from the terminal, and a second one aborts a run. A
+            # SIGTERM so soon after it does not (launch.StopRequest).
             process.send_signal(signal.SIGTERM if self.stopped.is_set() else signal.SIGINT)
             try:
                 process.wait(GRACE_SECONDS)

@@ -1,8 +1,10 @@
 """One process and one GPU: what is refused, what is said, and what stays allowed."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,36 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system.processes import rank_variables, refuse_several_processes
 from qerl_lab.train import ranks
+
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("signals", "aborts_at"),
+    [
+        ([(0, INT), (0.1, INT)], 0.1),
+        ([(0, TERM), (0.1, INT)], 0.1),
+        ([(0, HUP), (0.1, INT)], 0.1),
+        ([(0, INT), (0.5, TERM), (6, TERM)], 6),  # Ctrl-C, and `tools.queue` after it
+        ([(0, TERM), (0.1, TERM), (0.2, TERM), (9, TERM)], 9),
+        ([(0, HUP), (0.1, HUP), (6, HUP)], None),  # a terminal, then its shell
+        ([(0, INT), (6, HUP)], None),
+    ],
+)
+def test_the_first_signal_stops_and_another_aborts_unless_it_belongs_to_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    signals: list[tuple[float, int]],
+    aborts_at: float | None,
+) -> None:
+    request, aborted = launch.StopRequest(), []
+    for at, number in signals:
+        monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda at=at: 1000.0 + at))
+        if request.receive(number):
+            aborted.append(at)
+    assert aborted == [at for at in [aborts_at] if at is not None]
+    assert request.aborts == bool(aborted)
+    assert capfd.readouterr().err.splitlines() == [launch.STOPPING, *[launch.ABORTING] * len(aborted)]
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
