@@ -20,13 +20,14 @@ import tempfile
 import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -39,7 +40,7 @@ from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory, replace_file
-from qerl_lab.system.exits import FAILURE, OK, USAGE
+from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, SIGNALS, USAGE
 from qerl_lab.system.terminal import columns, format_path
 from qerl_lab.tools import queue_file
 from qerl_lab.tools.queue_file import DONE, FAILED, PREREGISTRATION, Part, Planned, Queue, Row, split_words
@@ -157,7 +158,8 @@ def run(options: RunOptions) -> None:
 
     A run or evaluation that is not done by then, or when a signal stops this command, is stopped; the same command on
     the same machine continues it. Raises ConfigError if the main command refuses a run, or if a preregistered run comes
-    before PREREGISTRATION.md is complete.
+    before PREREGISTRATION.md is complete. Raises ValueError after all others have ended if a run or an evaluation
+    failed. A run that was stopped, or that did not fit into the time, did not fail.
     """
     queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     pack = Path(options.pack)
@@ -198,16 +200,28 @@ def run(options: RunOptions) -> None:
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
+    failed = list[str]()
     for planned in to_make:
-        if planned.key in machine.died:
-            code = machine.died[planned.key]
-            how = "was stopped when the time was up" if code is None else f"ended with exit code {code}"
-            output = format_path(machine.console_file(planned))
-            print(f"{planned.key} {how} before its run began; {output} has its output")
+        for end in machine.ends.get(planned.key, []):
+            print(f"{planned.key} {end.how}; {format_path(machine.console_file(planned))} has its output")
+            if end.is_failure and planned.key not in failed:
+                failed.append(planned.key)
     if to_make and not machine.started.is_set():
         print(f"{with_noun(len(to_make), 'run')} left, none started: {machine.lacking_time(to_make[0])}")
         return
     print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
+    if failed:
+        raise ValueError(
+            f"{with_noun(len(failed), 'run')} failed in training or evaluation, see above: {', '.join(failed)}. A run "
+            "that failed in training is made once more after its pack is collected."
+        )
+
+
+class End(NamedTuple):
+    """How a run, or one of its evaluations, ended here without being done. `how` completes a sentence about the run."""
+
+    how: str
+    is_failure: bool  # False if it was stopped, by a signal or because the time was up
 
 
 @dataclass(frozen=True)
@@ -215,8 +229,7 @@ class Machine:
     """Trains and evaluates runs on this machine. `began` is the start of the command, by the monotonic clock.
 
     Once `stopped` is set, nothing starts, and what is running is stopped. `started` is set once there was time for a
-    run, whatever became of it. `died` maps the key of a run to the exit code of its command, if that ended before it
-    claimed the run's directory; None if it was stopped.
+    run, whatever became of it. `ends` maps the key of a run to how it and its evaluations ended, if they are not done.
     """
 
     queue: Queue
@@ -225,7 +238,7 @@ class Machine:
     began: float
     stopped: threading.Event = field(default_factory=threading.Event)
     started: threading.Event = field(default_factory=threading.Event)
-    died: dict[str, int | None] = field(default_factory=dict)
+    ends: defaultdict[str, list[End]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def until(self) -> float:
@@ -294,10 +307,12 @@ class Machine:
                 raise ConfigError(
                     f"{planned.key} was refused: {console[-1] if console else 'the command printed nothing'}"
                 )
-            if not run.is_claimed:
-                self.died[planned.key] = code
         failed = run.status == FAILED and code in (FAILURE, USAGE)  # another code: FAILED is from an attempt before
-        if run.status != DONE and not failed:
+        if failed:
+            self.ends[planned.key].append(End(f"failed: {run.reason}", is_failure=True))
+        elif run.status != DONE:
+            when = "" if run.is_claimed else " before its run began"
+            self.ends[planned.key].append(_end_of(code, when=when))
             return False
         trained = time.time()
         training_seconds = max(trained - start, run.result().get("seconds", 0.0))  # the result counts all sessions
@@ -309,8 +324,10 @@ class Machine:
                 """Wait `number` * STAGGER_SECONDS, run the evaluate command `line`, and return whether it succeeded."""
                 self.stopped.wait(STAGGER_SECONDS * number)
                 command, *words = shlex.split(os.path.expandvars(line))
-                arguments = ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words]
-                return self._call(planned, arguments, visible) == OK
+                code = self._call(planned, ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words], visible)
+                if code != OK:
+                    self.ends[planned.key].append(_end_of(code, f"is trained, and its evaluation `{line}` "))
+                return code == OK
 
             with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
                 evaluated = sum(side_by_side.map(evaluate, range(len(planned.after)), planned.after))
@@ -389,6 +406,18 @@ class Machine:
                     name = f"{planned.key}/{path.name}"
                     packed.add(path, name, filter=lambda at: None if ".partial" in at.name else at)
         file.with_suffix(".tmp").replace(file)
+
+
+def _end_of(code: int | None, subject: str = "", when: str = "") -> End:
+    """Describe how a process ended that is not done; `code` is what `Machine._call` returned for it.
+
+    `subject` and `when` stand before and after the verb in `End.how`.
+    """
+    if code is None:
+        return End(f"{subject}was stopped when the time was up{when}", is_failure=False)
+    if code == INTERRUPTED or -code in SIGNALS:  # a lent machine may send SIGTERM when it is taken back
+        return End(f"{subject}was stopped by a signal{when}", is_failure=False)
+    return End(f"{subject}ended with exit code {code}{when}", is_failure=True)
 
 
 def collect(options: CollectOptions) -> None:
@@ -494,7 +523,8 @@ COMMANDS: dict[str, Command[Any]] = {
         PlanOptions, plan, ((f"{LINE} plan {FILE} minutes=25", "what one machine would make"),), ("queue",), "queue",
     ),
     "run": Command(
-        f"{LINE} run QUEUE.yaml pack=DIR", "Make the next runs of a queue on this machine, and pack their records.",
+        f"{LINE} run QUEUE.yaml pack=DIR",
+        "Make the next runs of a queue here, and pack their records; exit code 1 if one of them failed.",
         RunOptions, run, ((f"{LINE} run {FILE} minutes=9 jobs=2 pack=packed", "two runs side by side"),),
         ("queue", "pack"), "queue",
     ),

@@ -78,15 +78,20 @@ def test_a_stopped_machine_ends_its_process_and_starts_no_other(tmp_path: Path) 
     assert here.console_file(planned).read_text() == "7\n1\n"
 
 
+AFTER_ITS_DIRECTORY: dict[str, int | None] = {"stopped": None, "lost": -9, "interrupted": 130, "terminated": -15}
+
+
 class Calls:
     """Stands in for the processes of a machine: a training run ends, an evaluation ends unless the time is up.
 
-    The next trainings end as `endings` says: done, failed, refused, stopped before it began, or killed before it had
-    its directory. Later ones are done, with weights in `weights` if that names a file.
+    The next trainings end as `endings` says: done, failed, refused, stopped before it began, killed before it had its
+    directory, lost or ended by a signal after it had one. Later ones are done, with weights in `weights` if that names
+    a file. Evaluations end with `evaluation` if the time suffices.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg, self.has_time, self.made, self.endings = cfg, False, list[str](), list[str]()
+        self.evaluation: int | None = 0
         self.weights, self.seconds = "", 3.0  # those of all sessions of a run
         self.packs, self.gpus = list[int](), list[str]()  # packs that lay there at each evaluation; the GPU of each run
         self.overrides: Sequence[str] = ()  # of the newest call
@@ -108,8 +113,8 @@ class Calls:
             if not directory.is_claimed:
                 directory.claim(self.cfg, TypedCommand("python -m qerl_lab"))
             folder.with_suffix(".txt").touch()
-            if ending == "stopped":
-                return None
+            if ending in AFTER_ITS_DIRECTORY:
+                return AFTER_ITS_DIRECTORY[ending]
             directory.begin()
             directory.write_environment({})
             if ending == FAILED:
@@ -122,7 +127,7 @@ class Calls:
             return 0
         self.packs.append(len(list(Path(machine.options.pack).glob("*.tar.gz"))))
         (folder / "evaluations" / ("one" if self.has_time else "one.partial")).mkdir(parents=True, exist_ok=True)
-        return 0 if self.has_time else None
+        return self.evaluation if self.has_time else None
 
 
 @dataclass
@@ -133,11 +138,17 @@ class Lab:
     calls: Calls
     merged: list[tuple[str, str]]  # folder of the results, run
 
-    def run(self, pack: str, *parts: str, **options: Any) -> None:
-        """Make what is left on the machine, and pack it into the folder `pack`."""
+    def run(self, pack: str, *parts: str, **options: Any) -> str:
+        """Make what is left on the machine, and pack it into the folder `pack`; return what is said of failures."""
         folder = self.folder
         queue, runs = str(folder / "queue.yaml"), str(folder / "machine")
-        run(RunOptions(queue=queue, runs=runs, pack=str(folder / pack), parts=list(parts), **options))
+        try:
+            run(RunOptions(queue=queue, runs=runs, pack=str(folder / pack), parts=list(parts), **options))
+        except ConfigError:
+            raise
+        except ValueError as failures:  # the command then ends with exit code 1
+            return str(failures)
+        return ""
 
     def rows(self) -> list[dict[str, str]]:
         """The rows in the run directories of the machine."""
@@ -217,14 +228,14 @@ def test_a_run_that_may_go_on_needs_only_the_time_of_a_start(lab: Lab, capsys: p
 
 def test_a_command_that_crashed_before_its_run_began_is_not_said_to_lack_time(lab: Lab, capsys, monkeypatch) -> None:
     monkeypatch.setattr(Machine, "_call", lambda *_: 1)
-    lab.run("first")
+    assert lab.run("first")
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 1 runs ended;")
 
 
 def test_a_run_that_died_before_it_began_is_named_with_its_output(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     (lab.folder / "queue.yaml").write_text(QUEUE.replace("seeds: [0]", "seeds: [0, 1]"))
     lab.calls.endings = ["killed", "killed"]
-    lab.run("first")
+    assert lab.run("first").startswith("2 runs failed in training or evaluation, see above: bf16-seed0-")
     *died, last = capsys.readouterr().out.splitlines()[-3:]
     for line, run_name in zip(died, ("bf16-seed0", "bf16-seed1"), strict=True):
         key, _, rest = line.partition(" ")
@@ -232,6 +243,41 @@ def test_a_run_that_died_before_it_began_is_named_with_its_output(lab: Lab, caps
         assert rest.startswith("ended with exit code -9 before its run began; ")
         assert rest.endswith(f"/{key}.txt has its output")
     assert last.startswith("0 of 2 runs ended")
+
+
+@pytest.mark.parametrize(("ending", "said", "is_failure"), [
+    (FAILED, "failed: CUDA error", True),
+    ("lost", "ended with exit code -9", True),
+    ("interrupted", "was stopped by a signal", False),
+    ("terminated", "was stopped by a signal", False),
+    ("stopped", "was stopped when the time was up", False),
+])  # fmt: skip
+def test_a_run_that_failed_fails_the_command_and_one_that_was_stopped_does_not(
+    lab: Lab, capsys: pytest.CaptureFixture[str], ending: str, said: str, is_failure: bool
+) -> None:
+    lab.calls.endings = [ending]
+    failures = lab.run("first")
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16-seed0"))
+    key, _, how = line.partition(" ")
+    assert how.startswith(f"{said}; ")
+    assert failures.startswith(f"1 run failed in training or evaluation, see above: {key}.") == is_failure
+    if ending == FAILED:  # nothing is left to do here until the failure is in the ledger
+        assert lab.run("second") == ""
+
+
+@pytest.mark.parametrize(("code", "how"), [(1, "ended with exit code 1"), (None, "was stopped when the time was up")])
+def test_an_evaluation_that_failed_fails_the_command(lab: Lab, capsys, code: int | None, how: str) -> None:
+    lab.calls.has_time, lab.calls.evaluation = True, code
+    assert bool(lab.run("first")) == (code is not None)
+    assert f"is trained, and its evaluation `accuracy questions=2` {how}; " in capsys.readouterr().out
+
+
+def test_the_command_ends_with_1_if_a_run_failed(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.calls.endings = [FAILED]
+    words = [f"runs={lab.folder / 'machine'}", f"pack={lab.folder / 'packs'}"]
+    assert command.main(["run", str(lab.folder / "queue.yaml"), *words]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: 1 run failed in training or evaluation, ")
+    assert len(list((lab.folder / "packs").iterdir())) == 1
 
 
 @pytest.mark.parametrize(("jobs", "part"), [(1, []), (2, ["jobs_per_gpu=2"])])
