@@ -95,7 +95,9 @@ class CollectOptions:
 def plan(options: PlanOptions) -> None:
     """Print the queue's parts with the hours left, the runs that failed twice, and the commands that fit `minutes`.
 
-    Also names the runs made under another version of PREREGISTRATION.md, and says why the next run does not fit.
+    Above each command are the run's key, its minutes and where they are from (`Queue.estimate`). The minutes of a part
+    are the mean over its runs left; over all if none is. Also names the runs made under another version of
+    PREREGISTRATION.md, and says why the next run does not fit.
     """
     queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     at_once = options.jobs * options.gpus
@@ -103,18 +105,21 @@ def plan(options: PlanOptions) -> None:
     parts = _chosen_parts(queue, options)
     all_left = [planned for planned in queue.left() if planned.part_in(parts)]
 
-    def hours(runs: Sequence[Planned]) -> float:
-        """Return the hours that `runs` take, `at_once` of them at a time."""
-        return sum(map(queue.estimate_seconds, runs)) / at_once / 3600
+    estimates = {planned.key: queue.estimate(planned, options.jobs) for planned in queue.runs}
+
+    def seconds(runs: Sequence[Planned]) -> float:
+        """Return the seconds that `runs` take one after the other."""
+        return sum(estimates[planned.key].seconds for planned in runs)
 
     for part in parts:
         runs = [planned for planned in queue.runs if planned.part_in(parts) is part]
         left = [planned for planned in all_left if planned.part_in(parts) is part]
         done = sum(queue.is_done(planned.key) for planned in runs)
-        minutes = queue.estimate_seconds(runs[0]) / 60 if runs else 0
-        rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours(left):.1f}"])
+        minutes = seconds(left or runs) / 60 / max(1, len(left or runs))
+        hours = seconds(left) / at_once / 3600
+        rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours:.1f}"])
     print(columns(rows))
-    print(f"{with_noun(len(all_left), 'run')} left, {hours(all_left):.1f} hours")
+    print(f"{with_noun(len(all_left), 'run')} left, {seconds(all_left) / at_once / 3600:.1f} hours")
     for planned in queue.runs:
         if queue.failures(planned.key) and planned not in queue.left() and not queue.is_done(planned.key):
             print(f"failed {queue.failures(planned.key)} times, not planned again: {planned.key}")
@@ -130,15 +135,18 @@ def plan(options: PlanOptions) -> None:
             print(f"{with_noun(len(named), 'run')} {description}: {', '.join(named)}")
     spent = 0.0
     for planned in all_left:
-        needed, remaining = queue.estimate_seconds(planned) / at_once / 60, options.minutes - spent
+        estimate, remaining = estimates[planned.key], options.minutes - spent
+        needed = estimate.seconds / at_once / 60
+        share = f", divided by {at_once} runs at once" if at_once > 1 else ""
+        described = f"{needed:.1f} minutes ({estimate.source}{share})"
         if needed > remaining:
-            share = f" (its time divided by {at_once} runs at once)" if at_once > 1 else ""
             print(
-                f"the next run does not fit: it needs {needed:.1f} minutes{share}, and {remaining:.1f} of "
+                f"the next run does not fit: {planned.key} needs {described}, and {remaining:.1f} of "
                 f"minutes={options.minutes:g} are left"
             )
             break
         spent += needed
+        print(f"# {planned.key}, {described}:")
         words = queue_file.join_overrides(options.part_of_gpu, planned.words)
         print(f"python -m qerl_lab {shlex.join(words)}")
 
@@ -245,14 +253,18 @@ class Machine:
         """Return when this command must end, in seconds of `time.monotonic`: at once after `stopped`."""
         return self.began + 60 * (0 if self.stopped.is_set() else self.options.minutes)
 
+    def _seconds_of(self, planned: Planned) -> float:
+        """Return how many seconds a run is expected to take here with its evaluations, beside the others on its GPU."""
+        return self.queue.estimate(planned, self.options.jobs).seconds
+
     def lacking_time(self, planned: Planned) -> str:
         """Say which of lease and minutes is too short to start a run or to go on with it, and how long it must be."""
         is_new, lease = not RunDirectory(self.run_folder(planned)).is_claimed, self.options.lease
         needed, key, given = START_SECONDS, "minutes", self.options.minutes
         if is_new and lease is None:
-            needed = max(needed, self.queue.estimate_seconds(planned))
+            needed = max(needed, self._seconds_of(planned))
         elif lease is not None and 60 * given > START_SECONDS:
-            needed, key, given = self.queue.estimate_seconds(planned), "lease", lease
+            needed, key, given = self._seconds_of(planned), "lease", lease
         return f"the next needs {needed / 60:.1f} minutes, and {key}={given:g}"
 
     def run_folder(self, planned: Planned) -> Path:
@@ -289,7 +301,7 @@ class Machine:
         """
         run, now = RunDirectory(self.run_folder(planned)), time.monotonic()
         minutes = self.options.lease or self.options.minutes
-        fits = now + self.queue.estimate_seconds(planned) < self.began + 60 * minutes
+        fits = now + self._seconds_of(planned) < self.began + 60 * minutes
         if now > self.until - START_SECONDS or not (fits or run.is_claimed):
             return False
         self.started.set()

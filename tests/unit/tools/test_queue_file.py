@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ parts:
   - {name: formats, lines: ["+experiment=bf16,nvfp4"], seeds: [0, 1]}
   - {name: rates, lines: ["+experiment=bf16 optim.learning_rate=1e-3,1e-2"], seeds: [0, 1]}
 """
+UNMEASURED = "`seconds` of the queue's file, nothing is measured"
 
 
 @pytest.fixture
@@ -180,18 +182,39 @@ def test_hours_are_of_the_arm_else_of_the_experiment_and_of_as_many_evaluations(
         ([rows[0], (3, DONE, "1", "0 of 1"), (5, DONE, "99", "2 of 2")], {4: 10}),  # not whole; of more evaluations
     ):
         made = with_rows(queue, *known)
-        assert {number: made.estimate_seconds(made.runs[number]) for number in expected} == expected
+        assert {number: made.estimate(made.runs[number]).seconds for number in expected} == expected
+
+
+def test_hours_are_of_runs_with_as_many_at_once_on_their_gpu(queue: Queue) -> None:
+    """Run 2 is nvfp4 with seed 0, whose other seed is run 4; run 6 is bf16 at another rate than run 1."""
+    rows = [(1, DONE, "60", "0 of 0"), (2, DONE, "100", "0 of 0"), (3, DONE, "110", "0 of 0"), (0, FAILED, "90", "")]
+    queue = with_rows(queue, *rows)
+    places = [("H200 a", "00:00"), ("H200 b", "00:00"), ("H200 b", "00:10"), ("H200 a", "00:57")]  # 2 and 3 share b
+
+    def at(row: Mapping[str, str], card: str, minute: str) -> dict[str, str]:
+        return {**row, "card": card, "start": f"2026-11-28T12:{minute}+0000"}
+
+    queue = replace(queue, rows=[at(row, *place) for row, place in zip(queue.rows, places, strict=True)])
+    for number, jobs, expected in (
+        (4, 1, (60, "median of 1 run of part formats")),  # its arm shared the GPU
+        (4, 2, (100, "median of 1 run of its arm, 2 at once on a GPU")),
+        (6, 2, (110, "median of 1 run of bf16, 2 at once on a GPU")),
+        (4, 3, (100, "median of 1 run of its arm, none with 3 at once on its GPU")),
+    ):
+        assert queue.estimate(queue.runs[number], jobs) == expected
+    on_cpu = [at(row, "none", "00:00") for row in queue.rows]
+    assert replace(queue, rows=on_cpu).estimate(queue.runs[4]) == (100, "median of 1 run of its arm")
 
 
 def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other words make other runs: what the ledger has of another scale says nothing of them."""
-    assert queue.estimate_seconds(queue.runs[1]) == 600
+    assert queue.estimate(queue.runs[1]).seconds == 600
     monkeypatch.chdir(FILE.parents[2])
     made = with_rows(queue, (0, DONE, "9", "0 of 0"))
-    assert made.estimate_seconds(made.runs[1]) == 9
+    assert made.estimate(made.runs[1]).seconds == 9
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
     assert len(other.rows) == 1
-    assert other.estimate_seconds(other.runs[1]) > 3600  # from results/bench
+    assert other.estimate(other.runs[1]).seconds > 3600  # from results/bench
 
 
 def test_an_arm_that_died_says_nothing_of_the_hours(queue: Queue, tmp_path: Path) -> None:
@@ -209,9 +232,9 @@ def test_an_arm_that_died_says_nothing_of_the_hours(queue: Queue, tmp_path: Path
 
 
 @pytest.mark.parametrize(("minutes", "at_once", "lines", "said"), [
-    (25, 1, 2, "it needs 10.0 minutes, and 5.0 of minutes=25 are left"),
-    (5, 1, 0, "it needs 10.0 minutes, and 5.0 of minutes=5 are left"),
-    (25, 2, 5, "it needs 5.0 minutes (its time divided by 2 runs at once), and 0.0 of"), (70, 1, 7, ""),
+    (25, 1, 2, f" needs 10.0 minutes ({UNMEASURED}), and 5.0 of minutes=25 are left"),
+    (5, 1, 0, f" needs 10.0 minutes ({UNMEASURED}), and 5.0 of minutes=5 are left"),
+    (25, 2, 5, f" needs 5.0 minutes ({UNMEASURED}, divided by 2 runs at once), and 0.0 of"), (70, 1, 7, ""),
 ])  # fmt: skip
 def test_a_plan_says_why_a_further_run_does_not_fit(
     minutes: float, at_once: int, lines: int, said: str, queue: Queue, capsys: pytest.CaptureFixture[str]
@@ -221,8 +244,20 @@ def test_a_plan_says_why_a_further_run_does_not_fit(
     printed = capsys.readouterr().out
     assert f"7 runs left, {7 / 6 / at_once:.1f} hours" in printed
     assert printed.count("python -m qerl_lab ") == lines
+    assert len(re.findall(rf"(?m)^# \S+-seed\d+-\S+, {10 / at_once:.1f} minutes \(.*\):\npython ", printed)) == lines
     assert ("the next run does not fit: " in printed) == bool(said)
     assert said in printed
+
+
+def test_the_minutes_of_a_part_are_the_mean_over_its_runs_left(
+    queue: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of formats one run of bf16 and one of nvfp4 are left, of rates one at 1e-2."""
+    with_rows(queue, (1, DONE, "60", "0 of 0"), (2, DONE, "600", "0 of 0"), (5, DONE, "120", "0 of 0"))
+    plan(PlanOptions(str(queue.folder / "queue.yaml")))
+    cells = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[:4]}
+    assert cells["formats"] == ["4", "2", "2", "5.5", "0.2"]  # of 1 and 10 minutes
+    assert cells["rates"][2:] == ["1", "2.0", "0.0"]
 
 
 def test_planned_lines_take_the_part_of_the_gpu_that_run_would_give_them(
