@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,19 @@ def newest(folder: Path) -> Saved | None:
             instead = "using the previous one" if candidates else "there is no earlier one, so training starts again"
             print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
+
+
+def newest_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the name of the newest checkpoint in `checkpoints/` with an intact state, and its `Saved.config`.
+
+    Returns ("", {}) if there is none. Verifies only the file of the state, because hashing the weights takes seconds.
+    """
+    for path in reversed(_step_folders(folder)):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            state = path / STATE
+            if sha256(state) == parse_json((path / MANIFEST).read_text())[STATE]:
+                return path.name, dict(parse_json(state.read_text())["config"])
+    return "", {}
 
 
 def set_damaged_aside(folder: Path, step: int) -> None:

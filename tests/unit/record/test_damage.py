@@ -1,13 +1,18 @@
 """A damaged record is refused in one sentence, which reports, sweeps, `resync` and `samples` share."""
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from qerl_lab.config.arm import settings_of_run
 from qerl_lab.config.option import ConfigError
+from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
-from run_directories import make_run
+from run_directories import make_run, write_config
 
 DEEP = "[" * 200_000  # Python's parser gives up with a RecursionError
 
@@ -92,6 +97,82 @@ def test_a_run_that_goes_on_may_be_in_the_middle_of_a_line(tmp_path: Path) -> No
     assert run.checked_metrics() == lines != []
     (run.checkpoints / "step-000006").mkdir(parents=True)
     with pytest.raises(ConfigError, match="lacks 2 of 6 steps, the first of them 5"):
+        run.checked_metrics()
+
+
+def edit(run: RunDirectory, **changes: Any) -> None:
+    """Replace values in resolved.yaml; `optim__learning_rate` stands for the key optim.learning_rate."""
+    cfg = run.config()
+    for key, value in changes.items():
+        cfg = changed(cfg, key.replace("__", "."), value)
+    write_config(run.path, cfg)
+
+
+def changed(node: Any, key: str, value: Any) -> Any:
+    """Copy a configuration with another value of a dotted key."""
+    first, _, rest = key.partition(".")
+    return replace(node, **{first: changed(getattr(node, first), rest, value) if rest else value})
+
+
+def save_checkpoint(run: RunDirectory, step: int) -> Path:
+    state = {"step": step, "prompts_seen": 4, "config": settings_of_run(run.config())}
+    return checkpoint.save(run.checkpoints, state, lambda folder: None, keep=2)
+
+
+def test_an_edited_configuration_is_refused_with_the_keys_that_the_checkpoint_has_otherwise(tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
+    was = run.config()
+    newest = save_checkpoint(run, 4)
+    edit(run, jobs_per_gpu=2, tracking__mlflow=False, device="cpu")  # where it ran makes no other run
+    run.checked_metrics()
+    edit(run, optim__learning_rate=0.5, aqn__norms=["input_layernorm"])
+    norms = r"aqn\.norms=\['input_layernorm'\] \(was .*\)"
+    rate = rf"optim\.learning_rate=0\.5 \(was {was.optim.learning_rate}\)"
+    said = rf"resolved\.yaml is not the .* step-000004 was trained with: .*{norms}.*, {rate}\. Put it back as it was"
+    with pytest.raises(ConfigError, match=said):
+        run.checked_metrics()
+    assert was.optim.learning_rate != 0.5
+    (newest / "lab_state.json").write_text("{}")  # of a damaged checkpoint nothing is known
+    run.checked_metrics()
+
+
+def test_an_extended_run_may_have_more_steps_than_its_checkpoint(tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0, began={"words": ["steps=2"]}))
+    edit(run, steps=2)
+    save_checkpoint(run, 2)
+    edit(run, steps=4, extended=[2])
+    run.checked_metrics()
+    shutil.rmtree(run.checkpoints)
+    run.checked_metrics()
+    edit(run, extended=[])
+    with pytest.raises(ConfigError, match=r"env\.json says the run began with: steps=4 \(was 2\)\."):
+        run.checked_metrics()
+
+
+@pytest.mark.parametrize(("word", "key", "same", "other"), [
+    ("optim.learning_rate=5e-1", "optim__learning_rate", 0.5, 0.25),
+    ("+seed=3", "seed", 3, 4),
+    ("algorithm.mask_truncated=True", "algorithm__mask_truncated", True, False),
+    ("optim.schedule=cosine", "optim__schedule", "cosine", "linear"),
+    # not compared: resolved paths, quotes and lists, values that resolving fills in, and keys that make no other run
+    ("task.path=data", "task__path", "/here/data", "/there/data"),
+    ("task.instruction='a b'", "task__instruction", "a b", "b"),
+    ("aqn.norms=[input_layernorm]", "aqn__norms", ["input_layernorm"], []),
+    ("optim.micro_batch_size=null", "optim__micro_batch_size", None, 4),
+    ("jobs=3", "jobs", 3, 4),
+])  # fmt: skip
+def test_without_a_checkpoint_what_was_typed_is_compared(
+    word: str, key: str, same: Any, other: Any, tmp_path: Path
+) -> None:
+    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0, began={"words": ["+experiment=bf16", word]}))
+    edit(run, **{key: same})
+    run.checked_metrics()
+    edit(run, **{key: other})
+    if isinstance(same, float | int | str) and key not in ("task__path", "task__instruction", "jobs"):
+        name = key.replace("__", ".")
+        with pytest.raises(ConfigError, match=rf"began with: {name}={other} \(was {word.partition('=')[2]}\)"):
+            run.checked_metrics()
+    else:
         run.checked_metrics()
 
 
