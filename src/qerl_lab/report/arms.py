@@ -14,6 +14,7 @@ from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, TASK
 
 NO_EXPERIMENT = RunConfig().experiment
 CHOICES = ("algorithm", "aqn")  # groups of conf/ in which one choice sets several keys
+OF_A_SCALE = 4  # from as many keys on that follow from the scale a label names the scale in place of them
 LONGEST = 48  # most characters of a value in a label; the longest path to the embedded model has 41
 
 
@@ -192,8 +193,50 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     other setting only if at most half of the runs that do not declare it have the same value. The settings of a group
     in `CHOICES` appear as one choice, such as `aqn=linear`. An algorithm with changed keys appears as the nearest
     option and these keys, if that is shorter: `algorithm=dapo, algorithm.epsilon_high=0.1`.
+
+    If `keys_of_scales` finds keys, a label begins with `scale=NAME`, and the rest is as if there were only the runs of
+    that scale.
     """
-    arms, found = {run.arm: run for run in runs}, {}
+    if not keys_of_scales(runs):
+        return {arm: _spell_label(*parts) for arm, parts in _parts_of_labels(runs).items()}
+    found, scale_of = dict[Arm, str](), _scale_by_arm(runs)
+    for scale in sorted(set(scale_of.values())):
+        parts = _parts_of_labels([run for run in runs if scale_of[run.arm] == scale])
+        found |= {arm: _spell_label(name, [f"scale={scale}", *words]) for arm, (name, words) in parts.items()}
+    return found
+
+
+def keys_of_scales(runs: Sequence[Run]) -> list[str]:
+    """List the keys that follow from a run's scale: they differ between scales, and have one value in each.
+
+    Empty if the runs are of one scale, the scale of a run is not known, or there are fewer than `OF_A_SCALE` keys,
+    because a label then says more by the keys themselves.
+    """
+    scale_of = _scale_by_arm(runs)
+    count = len(set(scale_of.values()))
+    if count == 1 or "" in scale_of.values():
+        return []
+    keys = [key for key in differing_keys(runs) if len({(scale_of[run.arm], run.value(key)) for run in runs}) == count]
+    return keys if len(keys) >= OF_A_SCALE else []
+
+
+def _scale_by_arm(runs: Sequence[Run]) -> dict[Arm, str]:
+    """Map each arm to the name of its scale; to `A = B` if its runs name two, and to "" if one is not known."""
+    names = defaultdict[Arm, set[str]](set)
+    for run in runs:
+        names[run.arm].add(run.scale)
+    return {arm: "" if "" in found else " = ".join(sorted(found)) for arm, found in names.items()}
+
+
+def _spell_label(name: str, settings: Sequence[str]) -> str:
+    """Format a label from the name of its experiment, which may be empty, and its settings."""
+    text = ", ".join(settings)
+    return f"{name} ({text})" if name and text else name or text or NO_EXPERIMENT
+
+
+def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
+    """Map each arm to the name of its experiment, "" if it has none, and to the settings in its label."""
+    arms, found = {run.arm: run for run in runs}, dict[Arm, tuple[str, list[str]]]()
     implied, differ = keys_implied_by_task([run.settings for run in runs]), differing_keys(runs)
 
     def is_needed(key: str, run: Run) -> bool:
@@ -221,8 +264,7 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
                 # keyed so that they are sorted directly after the choice
                 words |= {f"{own[0]} {key}": format_setting(key, run.value(key)) for key in departing}
         names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
-        name, settings = " = ".join(sorted(names)), ", ".join(words[key] for key in sorted(words))
-        found[arm] = f"{name} ({settings})" if name and settings else name or settings or NO_EXPERIMENT
+        found[arm] = " = ".join(sorted(names)), [words[key] for key in sorted(words)]
     return found
 
 

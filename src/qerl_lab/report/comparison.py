@@ -14,7 +14,7 @@ import pandas as pd
 from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
-from qerl_lab.report.arms import differing_keys, task_of
+from qerl_lab.report.arms import differing_keys, keys_of_scales, task_of
 from qerl_lab.report.measures import shared_machines
 from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, Run
 from qerl_lab.report.stats import CHANGE, SHARE, format_change, mean_of_arm
@@ -152,12 +152,26 @@ def curves(comparison: Comparison) -> pd.DataFrame:
 def tabulate_differing_settings(comparison: Comparison, head: str) -> list[list[str]]:
     """Tabulate the settings in which arms differ: a row per arm with its label and its values.
 
-    The first row has `head` (the text above the labels) and the keys. Returns an empty list if the arms differ in none.
+    The first row has `head` (the text above the labels) and the keys. Leaves out the keys of `tabulate_scales`. Returns
+    an empty list if the arms differ in no other.
     """
     firsts = {label: runs[0] for label, runs in comparison.arms.items()}
-    keys = differing_keys(list(firsts.values()))
+    of_scales = set(keys_of_scales(comparison.counted))
+    keys = [key for key in differing_keys(list(firsts.values())) if key not in of_scales]
     rows = [[label, *(arms.shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
     return [[head, *keys], *rows] if keys else []
+
+
+def tabulate_scales(comparison: Comparison, head: str) -> list[list[str]]:
+    """Tabulate the settings that follow from the scale of the runs: a row per key, a column per scale.
+
+    The first row has `head` (the text above the keys) and the names of the scales. Returns an empty list if the labels
+    name no scale (`arms.keys_of_scales`).
+    """
+    runs = {run.scale: run for run in comparison.counted}
+    scales, keys = sorted(runs), keys_of_scales(comparison.counted)
+    rows = [[key, *(arms.shorten(runs[scale].value(key)) for scale in scales)] for key in keys]
+    return [[head, *scales], *rows] if keys else []
 
 
 # --- the text of the report
@@ -198,7 +212,8 @@ def text(comparison: Comparison, baseline: str | None) -> str:
         rows.append([*cells, first_and_last(row["entropy_first"], row["entropy_last"], steps)])
     differ = tabulate_differing_settings(comparison, "arms differ in")
     how_to_read = HOW_TO_READ if len(comparison.arms) > 1 else ABOUT_INTERVALS
-    parts = [columns(rows), how_to_read, columns(differ) if differ else ""]
+    scales = tabulate_scales(comparison, "scales differ in")
+    parts = [columns(rows), how_to_read, columns(scales) if scales else "", columns(differ) if differ else ""]
     if baseline is not None:
         base, undeclared = comparison.arms[baseline][0], Counter[str]()
         for run in (runs[0] for runs in comparison.arms.values()):

@@ -170,6 +170,7 @@ def html(
         of_paper=any(figure.name.startswith("paper_") for section in drawn.values() for figure in section),
         figures=drawn,
         provenance=_list_provenance(compared), arms_differ=comparison.tabulate_differing_settings(compared, "arm"),
+        scales_differ=comparison.tabulate_scales(compared, "key"),
     )  # fmt: skip
 
 

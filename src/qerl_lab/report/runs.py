@@ -1,5 +1,6 @@
 """Read run directories, and summarize each run in headline numbers."""
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -11,6 +12,7 @@ import yaml
 
 from qerl_lab.config.arm import drop_idle_options, fill_added_keys, keys_of_arm, model_by_content
 from qerl_lab.config.message import with_noun
+from qerl_lab.config.schema import POCKET
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import paired_interval
 
@@ -37,7 +39,7 @@ class Origin:
     """Where, when, with which versions and by which command a run ran. Empty text means not known."""
 
     command: str = ""
-    configured: str = ""  # settings for jobs at once (`jobs=4 ...`), which a sweep file may set
+    configured: str = ""  # scale and settings for jobs at once (`scale=NAME jobs=4 ...`), which a sweep file may set
     began: str = ""
     commit: str = ""
     machine: str = ""
@@ -75,6 +77,18 @@ class Run:
     def is_finished(self) -> bool:
         """Tell whether the run trained all its steps; others failed, were interrupted or are still running."""
         return self.status == FINISHED
+
+    @property
+    def scale(self) -> str:
+        """Return the name of the run's scale; empty if it is not known.
+
+        Older records have it only in their command. A command without a scale has the default one, unless a sweep file
+        sets another with another model.
+        """
+        for text in (self.origin.configured, self.origin.command):
+            if found := set(re.findall(r"(?<![\w.])scale=([\w,]+)", text)):
+                return found.pop() if len(found) == 1 and "," not in min(found) else ""
+        return POCKET if self.value(MODEL_PATH) == POCKET else ""
 
     def value(self, key: str) -> str:
         """Return the setting `key` as text, or `ABSENT` if the run's record (of another version, say) lacks the key."""
@@ -165,10 +179,10 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     data = first.get("data", {})
     gpus = [gpu["uuid"] for session in sessions for gpu in session.get("gpus", []) if "uuid" in gpu]
     is_of_sweep = any(session.get("sweep") for session in sessions)  # a single run: see its command
-    job_options = [f"{key}={values[key]}" for key in ("jobs", "jobs_per_gpu") if key in values and is_of_sweep]
+    configured = ["scale", *(("jobs", "jobs_per_gpu") if is_of_sweep else ())]
     origin = Origin(
         command=join_sessions(session.get("command", "") for session in sessions),
-        configured=" ".join(job_options),
+        configured=" ".join(f"{key}={values[key]}" for key in configured if key in values),
         began=first.get("time", ""),
         commit=join_sessions(session.get("git_sha", "") for session in sessions),
         machine=join_sessions(map(_describe_machine, sessions)),

@@ -10,8 +10,17 @@ import pytest
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.report import results
-from qerl_lab.report.arms import choose_runs, differing_keys, drop_copies, fill_in_device, labels, number_first, shorten
-from qerl_lab.report.runs import FINISHED, Run, run_from
+from qerl_lab.report.arms import (
+    choose_runs,
+    differing_keys,
+    drop_copies,
+    fill_in_device,
+    keys_of_scales,
+    labels,
+    number_first,
+    shorten,
+)
+from qerl_lab.report.runs import FINISHED, Origin, Run, run_from
 
 BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
 ARMS = {  # as conf/experiment declares them
@@ -103,6 +112,51 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
 ])  # fmt: skip
 def test_a_label_has_what_the_experiment_does_not_say(runs: list[Run], expected: list[str]) -> None:
     assert named(*runs) == expected
+
+
+QWEN = {
+    "model__path": "/x/qwen.gguf", "steps": 60, "rollout__group_size": 16, "eval__questions": 1319,
+    "optim__learning_rate": 1e-4,
+}  # fmt: skip
+
+
+def at(scale: str, experiment: str, seed: int = 0, command: str = "", **changes: Any) -> Run:
+    origin = Origin(command=command, configured=f"scale={scale} jobs=1" if scale else "")
+    return replace(run(experiment, seed, **changes), origin=origin)
+
+
+def test_runs_of_two_scales_are_called_by_the_scale_and_what_differs_within_it() -> None:
+    """The rate of 1e-4 is usual at one scale, though most runs have another."""
+    runs = [at("qwen1_5b", name, **QWEN) for name in ("bf16", "nvfp4")]
+    runs += [at("qwen1_5b", "bf16", **QWEN | {"optim__learning_rate": 3e-4})]
+    runs += [at("pocket", name, seed) for name in ("bf16", "nvfp4") for seed in range(3)]
+    assert list(dict.fromkeys(named(*runs))) == [
+        "bf16 (scale=qwen1_5b)", "nvfp4 (scale=qwen1_5b)",
+        "bf16 (scale=qwen1_5b, optim.learning_rate=0.0003)", "bf16 (scale=pocket)", "nvfp4 (scale=pocket)",
+    ]  # fmt: skip
+    assert keys_of_scales(runs) == ["eval.questions", "model.path", "rollout.group_size", "steps"]
+    assert named(at("pocket", "adhoc"), at("qwen1_5b", "adhoc", **QWEN)) == ["scale=pocket", "scale=qwen1_5b"]
+
+
+def test_scales_that_few_keys_tell_apart_or_that_are_not_known_are_not_named() -> None:
+    assert named(at("pocket", "bf16"), at("custom", "bf16", steps=7)) == ["bf16 (steps=600)", "bf16 (steps=7)"]
+    runs = [at("pocket", "bf16"), at("", "bf16", **QWEN)]
+    assert keys_of_scales(runs) == []
+    assert not any("scale=" in label for label in named(*runs))
+
+
+@pytest.mark.parametrize(("configured", "command", "model", "expected"), [
+    ("scale=qwen1_5b jobs=2", "python -m qerl_lab -m scale=pocket,qwen1_5b", "/x", "qwen1_5b"),
+    ("jobs=2", "python -m qerl_lab scale=qwen1_5b then python -m qerl_lab resume=runs/0", "/x", "qwen1_5b"),
+    ("", "python -m qerl_lab -m scale=pocket,qwen1_5b", "/x", ""),
+    ("", "python -m qerl_lab +sweeps=mine format.scale_rule=max", "/x", ""),
+    ("", "python -m qerl_lab +experiment=bf16", "pocket", "pocket"),
+])  # fmt: skip
+def test_the_scale_is_of_the_record_else_of_the_command(
+    configured: str, command: str, model: str, expected: str
+) -> None:
+    one = replace(run("bf16", model__path=model), origin=Origin(command=command, configured=configured))
+    assert one.scale == expected
 
 
 def test_a_long_value_is_shortened_and_two_that_begin_alike_stay_two() -> None:

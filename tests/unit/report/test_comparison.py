@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -268,6 +269,28 @@ def test_it_prints_arms_what_differs_and_what_was_left_out(sweep: Path, printed:
     assert "arms differ in  format.name\nbf16            bf16\nnvfp4           nvfp4" in out
     assert "2 versions of the code: c0ffee0, feedfac" in out
     assert "Left out, 1 in all:\n  sweep/bf16-0: repeated by sweep/again" in out
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_what_follows_from_the_scale_is_a_table_of_its_own(here: Path, printed: Callable[..., str]) -> None:
+    """Of run directories and of the stored results."""
+    other = {"scale": "mine", "rollout__group_size": 4, "rollout__prompts_per_step": 2, "eval__top_p": 0.5}
+    for arm in ("bf16", "nvfp4"):
+        make_run(here / "runs" / f"{arm}-0", arm, 0)
+        make_run(here / "runs" / f"{arm}-1", arm, 0, **other, optim__weight_decay=0.5, optim__beta1=0.5)
+    out = printed("runs")
+    assert [line.split("  ")[0] for line in out.splitlines()[1:5]] == [
+        f"{arm} (scale={scale})" for arm in ("bf16", "nvfp4") for scale in ("mine", "pocket")
+    ]
+    differing = out.partition("\nscales differ in ")[2].partition("\n\n")[0].splitlines()
+    assert [line.split() for line in differing] == [
+        ["mine", "pocket"], ["eval.top_p", "0.5", "0.95"], ["optim.beta1", "0.5", "0.9"],
+        ["optim.weight_decay", "0.5", "0.0"], ["rollout.group_size", "4", "8"], ["rollout.prompts_per_step", "2", "16"],
+    ]  # fmt: skip
+    assert re.search(r"\narms differ in +format\.name\n", out)
+    printed("runs", "out=results/both")
+    assert printed("results/both") == out
+    assert "<h3>The scales differ in</h3>" in (here / "results/both/report.html").read_text()
 
 
 def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, printed: Callable[..., str]) -> None:
