@@ -119,7 +119,8 @@ def plan(options: PlanOptions) -> None:
         hours = seconds(left) / at_once / 3600
         rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours:.1f}"])
     print(columns(rows))
-    print(f"{with_noun(len(all_left), 'run')} left, {seconds(all_left) / at_once / 3600:.1f} hours")
+    together = f", {at_once} runs at once" if at_once > 1 else ""
+    print(f"{with_noun(len(all_left), 'run')} left, {seconds(all_left) / at_once / 3600:.1f} hours{together}")
     for planned in queue.runs:
         if queue.failures(planned.key) and planned not in queue.left() and not queue.is_done(planned.key):
             print(f"failed {queue.failures(planned.key)} times, not planned again: {planned.key}")
@@ -133,6 +134,14 @@ def plan(options: PlanOptions) -> None:
     ):
         if named:
             print(f"{with_noun(len(named), 'run')} {description}: {', '.join(named)}")
+    made_here = {planned.key for planned in queue.runs if planned.part_in(parts)}
+    of_done = [row for row in queue.rows if row["state"] == DONE and row["run"] in made_here]
+    if lacking := [row["run"] for row in of_done if queue_file.missing_evaluations(row)]:
+        what = "are done and lack evaluations" if len(lacking) > 1 else "is done and lacks evaluations"
+        print(
+            f"{with_noun(len(lacking), 'run')} {what}, which `run` makes only on the machine that has the run's "
+            f"directory: {', '.join(lacking)}"
+        )
     spent = 0.0
     for planned in all_left:
         estimate, remaining = estimates[planned.key], options.minutes - spent
@@ -149,6 +158,18 @@ def plan(options: PlanOptions) -> None:
         print(f"# {planned.key}, {described}:")
         words = queue_file.join_overrides(options.part_of_gpu, planned.words)
         print(f"python -m qerl_lab {shlex.join(words)}")
+    if spent:
+        print(f"to make them on a machine and pack their records: {_run_line(options)}")
+
+
+def _run_line(options: PlanOptions) -> str:
+    """Format the command `run` that makes what `plan` with these options lists."""
+    usual, words = vars(PlanOptions()), [options.queue]
+    for name, value in vars(options).items():
+        if name != "queue" and value != usual[name]:
+            text = ",".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else value
+            words.append(f"{name}={text}")
+    return f"{LINE} run {shlex.join(words)} pack=DIR"
 
 
 def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
@@ -177,7 +198,7 @@ def run(options: RunOptions) -> None:
     queue.refuse_unregistered(waiting)
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())
-    to_make = list[Planned]()
+    to_make, packed_again = list[Planned](), list[Planned]()
     for planned in queue.runs:  # runs that are done, but lack evaluations, if the attempt in the ledger lies here
         if planned.part_in(parts) and queue.is_done(planned.key):
             row = machine.ended_row(planned)
@@ -195,6 +216,7 @@ def run(options: RunOptions) -> None:
             to_make.append(planned)
         else:  # it ended here and was not collected, perhaps because its pack was lost
             machine.pack(planned)
+            packed_again.append(planned)
 
     def stop(number: int, frame: FrameType | None) -> None:
         """Handle a signal: tell the threads to stop their runs, because the signal may reach this process alone."""
@@ -214,10 +236,17 @@ def run(options: RunOptions) -> None:
             print(f"{planned.key} {end.how}; {format_path(machine.console_file(planned))} has its output")
             if end.is_failure and planned.key not in failed:
                 failed.append(planned.key)
+    if packed_again:
+        print(f"{with_noun(len(packed_again), 'run')} that ended here before packed again into {format_path(pack)}")
     if to_make and not machine.started.is_set():
         print(f"{with_noun(len(to_make), 'run')} left, none started: {machine.lacking_time(to_make[0])}")
         return
-    print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
+    if to_make:
+        print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
+    else:
+        print("no run is left to make here")
+    if any(ended) or packed_again:
+        print(f"next, where the results are: {LINE} collect {shlex.join([options.queue, f'packs=[{options.pack}]'])}")
     if failed:
         raise ValueError(
             f"{with_noun(len(failed), 'run')} failed in training or evaluation, see above: {', '.join(failed)}. A run "
@@ -469,7 +498,11 @@ def collect(options: CollectOptions) -> None:
     for folder in dict.fromkeys(itertools.chain(*new.values())):
         _merge(folder, [runs / run for run in new if folder in new[run]])
     queue_file.write_ledger(queue.folder, list(rows.values()))
-    print(f"{len(rows) - len(queue.rows)} new rows in {format_path(queue.folder)}/ledger.csv")
+    replaced = sum(rows[row["run"], row["start"]] is not row for row in queue.rows)
+    also = f", {replaced} replaced by packs with more" if replaced else ""
+    print(f"{with_noun(len(rows) - len(queue.rows), 'new row')} in {format_path(queue.folder)}/ledger.csv{also}")
+    for folder in dict.fromkeys(itertools.chain(*new.values())):
+        print(f"next: python -m qerl_lab.report {shlex.quote(format_path(folder))}")
     if bad:
         raise ValueError(f"{with_noun(len(bad), 'pack')} left out, see above: {', '.join(map(str, bad))}")
 

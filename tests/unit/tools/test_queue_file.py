@@ -125,7 +125,7 @@ def test_a_run_that_failed_twice_is_planned_no_more_and_the_plan_says_so(
     made = with_rows(queue, *((number, state, "9", "0 of 0") for number, state in attempts))
     assert [one.key for one in made.left()] == [queue.runs[number].key for number in (0, 1, 4, 5, 6)]
     plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
-    said = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
     assert said == [f"failed 2 times, not planned again: {queue.runs[2].key}"]
 
 
@@ -247,6 +247,19 @@ def test_a_plan_says_why_a_further_run_does_not_fit(
     assert len(re.findall(rf"(?m)^# \S+-seed\d+-\S+, {10 / at_once:.1f} minutes \(.*\):\npython ", printed)) == lines
     assert ("the next run does not fit: " in printed) == bool(said)
     assert said in printed
+    words = [f"minutes={minutes}"] * (minutes != 25) + [f"jobs={at_once}"] * (at_once > 1)
+    line = " ".join(["python -m qerl_lab.tools.queue run", f"{queue.folder}/queue.yaml", *words, "pack=DIR"])
+    assert (f"\nto make them on a machine and pack their records: {line}\n" in printed) == (lines > 0)
+
+
+def test_a_plan_names_the_runs_that_lack_evaluations(queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
+    with_rows(queue, (1, DONE, "60", "0 of 2"), (2, DONE, "60", "2 of 2"), (3, FAILED, "60", "0 of 2"))
+    file = str(queue.folder / "queue.yaml")
+    plan(PlanOptions(file))
+    said = f"1 run is done and lacks evaluations, which `run` makes only on .*: {queue.runs[1].key}\n"
+    assert re.search(said, capsys.readouterr().out)
+    plan(PlanOptions(file, parts=["pilot"]))
+    assert "evaluations" not in capsys.readouterr().out
 
 
 def test_the_minutes_of_a_part_are_the_mean_over_its_runs_left(

@@ -177,7 +177,9 @@ def lab(tmp_path: Path, tiny: Callable[..., RunConfig], monkeypatch: pytest.Monk
     return Lab(tmp_path, calls, merged)
 
 
-def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(lab: Lab) -> None:
+def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
     lab.run("first")
     assert lab.rows()[0]["evaluations"] == "0 of 1"
     assert lab.calls.packs == [1], "the training is packed before it is evaluated"
@@ -185,10 +187,20 @@ def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(lab: Lab)
     ((_, key),) = lab.merged
     assert not list((lab.folder / "here" / key / "evaluations").iterdir())
     lab.calls.has_time = True
+    capsys.readouterr()
     lab.run("second")  # by a later call on the same machine
     assert lab.rows()[0]["evaluations"] == "1 of 1"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("next, where the results are: ")
+    lab.collect("second")
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"0 new rows in {lab.folder}/ledger.csv, 1 replaced by packs with more",
+                    f"next: python -m qerl_lab.report {lab.folder}"]  # fmt: skip
     write_ledger(lab.folder, [])
     lab.run("third")  # packs it again
+    again, nothing, collecting = capsys.readouterr().out.splitlines()
+    assert again == f"1 run that ended here before packed again into {lab.folder / 'third'}"
+    assert nothing == "no run is left to make here"
+    assert collecting.endswith(f"queue collect {lab.folder / 'queue.yaml'} 'packs=[{lab.folder / 'third'}]'")
     assert lab.calls.made == ["qerl_lab", "qerl_lab.evaluate", "qerl_lab.evaluate"]
     assert lab.collect("first", "third", "second") == [("done", "1 of 1")]
     assert lab.collect("first") == [("done", "1 of 1")]
