@@ -100,6 +100,10 @@ def verdicts(options: VerdictsOptions) -> None:
             raise ConfigError(f"out={folder} holds results of other runs than these verdicts. {advice}")
     rows = judge(compared.counted, compared.runs, read or None)
     print(verdict_tables.text(compared, rows))
+    beside = [str(source / CLAIMS) for source in sources if (source / CLAIMS).is_file()]
+    if beside and not options.claims:
+        words = shlex.join([*options.sweep, f"claims={','.join(beside)}"])
+        print(f"\nThe results have claims of their own, not tested here. To test them:\n\n    {VERDICTS} {words}")
     if folder:
         make_directory(folder, f"out={folder}")
         named = [f"claims={','.join(options.claims)}"] if options.claims else []

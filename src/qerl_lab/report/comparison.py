@@ -232,9 +232,12 @@ def text(comparison: Comparison, baseline: str | None) -> str:
 
 
 def describe_no_baseline(comparison: Comparison) -> str:
-    """Say that the default baseline is missing, and what to type; an arm's label may need quotes in a shell."""
-    label = shlex.quote(next(iter(comparison.arms)))
-    return f"No arm is {BASELINE}: for differences type for example baseline={label}."
+    """Say that no arm or several arms are the default baseline, and what to type; a label may need shell quotes."""
+    fits = [label for label in comparison.arms if label.partition(" (")[0] == BASELINE]
+    label = shlex.quote(next(iter(fits or comparison.arms)))
+    return (
+        f"{'Several arms are' if fits else 'No arm is'} {BASELINE}: for differences type for example baseline={label}."
+    )
 
 
 def list_left_out(comparison: Comparison) -> str:

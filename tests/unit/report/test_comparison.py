@@ -282,6 +282,7 @@ def test_what_follows_from_the_scale_is_a_table_of_its_own(here: Path, printed: 
     assert [line.split("  ")[0] for line in out.splitlines()[1:5]] == [
         f"{arm} (scale={scale})" for arm in ("bf16", "nvfp4") for scale in ("mine", "pocket")
     ]
+    assert "Several arms are bf16: for differences type for example baseline='bf16 (scale=mine)'." in out
     differing = out.partition("\nscales differ in ")[2].partition("\n\n")[0].splitlines()
     assert [line.split() for line in differing] == [
         ["mine", "pocket"], ["eval.top_p", "0.5", "0.95"], ["optim.beta1", "0.5", "0.9"],

@@ -165,6 +165,16 @@ def test_runs_are_the_same_wherever_their_paths_are_typed(here: Path, monkeypatc
     assert main(["verdicts", "runs", "out=../results/page"]) == exits.USAGE
 
 
+def test_claims_beside_the_results_that_were_not_typed_are_named(sweep: Path, printed: Callable[..., str]) -> None:
+    save_results("runs", "results/page")
+    assert "claims of their own" not in printed("verdicts", "results/page")
+    Path("results/page/claims.yaml").write_text(CLAIMS_FILE)
+    line = "python -m qerl_lab.report verdicts results/page claims=results/page/claims.yaml"
+    said = f"The results have claims of their own, not tested here. To test them:\n\n    {line}\n"
+    assert said in printed("verdicts", "results/page")
+    assert said not in printed(*line.split()[3:])
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     sweep: Path, capsys: pytest.CaptureFixture[str]
