@@ -250,7 +250,7 @@ def run(options: RunOptions) -> None:
     if failed:
         raise ValueError(
             f"{with_noun(len(failed), 'run')} failed in training or evaluation, see above: {', '.join(failed)}. A run "
-            "that failed in training is made once more after its pack is collected."
+            "that failed in training for the first time is made once more after its pack is collected."
         )
 
 
