@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, PREREGISTRATION, fill_added_keys, flatten, is_of_arm, values_of
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, PREREGISTRATION, fill_added_keys, flatten, values_of
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import FIELDS
 from qerl_lab.config.message import in_one_line, some_of
@@ -327,28 +327,24 @@ class RunDirectory:
         return (self.path / RESOLVED).read_text(encoding="utf-8")
 
     def refuse_edited_config(self) -> None:
-        """Raise ConfigError if resolved.yaml is not the configuration that the run was made with.
+        """Raise ConfigError if resolved.yaml differs from the configuration in the newest checkpoint.
 
-        The newest checkpoint has the settings that sessions of a run share (`arm.settings_of_run`). Without a
-        checkpoint, only the keys that were typed can be compared, with the numbers, names and switches in env.json. A
-        key that only one side has is of another version and not compared. An extended run may have more steps than
-        the checkpoint or the command.
+        Compares the settings that sessions of a run share (`arm.settings_of_run`). A key that only one side has is of
+        another version and not compared. An extended run may have more steps than the checkpoint.
         """
         values = dict(flatten(self._config_values()))
-        where, then = checkpoint.newest_config(self.checkpoints)
-        if where:
-            made = f"{where} was trained with"
-            changed = {key: was for key, was in then.items() if key in values and str(values[key]) != str(was)}
-        else:
-            made = "env.json says the run began with"
-            words = (word.lstrip("+").partition("=") for word in self.environment().get("words", []))
-            typed = {key: text for key, _, text in words if key in values and (is_of_arm(key) or key == "seed")}
-            changed = {key: text for key, text in typed.items() if _is_another_value(text, values[key])}
-        if values.get("extended"):
-            changed = {key: was for key, was in changed.items() if key not in ("steps", "extended")}
+        name, saved = checkpoint.newest_config(self.checkpoints)
+        may_differ = ("steps", "extended") if values.get("extended") else ()
+        changed = [
+            f"{key}={values[key]} (was {was})"
+            for key, was in saved.items()
+            if key in values and key not in may_differ and str(values[key]) != str(was)
+        ]
         if changed:
-            listed = ", ".join(f"{key}={values[key]} (was {was})" for key, was in changed.items())
-            raise ConfigError(f"{self.path / RESOLVED} is not the configuration that {made}: {listed}. {PUT_BACK}")
+            raise ConfigError(
+                f"{self.path / RESOLVED} is not the configuration that {name} was trained with: {', '.join(changed)}. "
+                f"{PUT_BACK}"
+            )
 
     def check(self) -> None:
         """Raise ConfigError unless a run can be resumed here: its files are writable, and the small files intact.
@@ -605,20 +601,6 @@ def _unknown_part(values: dict[str, Any]) -> str:
                 f"{', '.join(known)}. Put the files of {name} back: docs/architecture.md lists them (To add something)."
             )
     return ""
-
-
-def _is_another_value(typed: str, value: Any) -> bool:
-    """Tell whether the text typed for a key is certainly not `value`, which resolved.yaml has.
-
-    Compares numbers, switches and plain names. Returns False for all else: paths and lists are changed when they are
-    resolved, and quotes or interpolations would have to be read as Hydra does.
-    """
-    if isinstance(value, bool):
-        return typed.lower() in ("true", "false") and typed.lower() != str(value).lower()
-    if isinstance(value, int | float):
-        with suppress(ValueError):
-            return float(typed) != value
-    return isinstance(value, str) and typed.isidentifier() and value.isidentifier() and typed != value
 
 
 def _parse_yaml(text: str) -> Any:

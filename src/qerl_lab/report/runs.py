@@ -1,6 +1,5 @@
 """Read run directories, and summarize each run in headline numbers."""
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -12,7 +11,6 @@ import yaml
 
 from qerl_lab.config.arm import drop_idle_options, fill_added_keys, keys_of_arm, model_by_content
 from qerl_lab.config.message import with_noun
-from qerl_lab.config.schema import POCKET
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import paired_interval
 
@@ -80,15 +78,9 @@ class Run:
 
     @property
     def scale(self) -> str:
-        """Return the name of the run's scale; empty if it is not known.
-
-        Older records have it only in their command. A command without a scale has the default one, unless a sweep file
-        sets another with another model.
-        """
-        for text in (self.origin.configured, self.origin.command):
-            if found := set(re.findall(r"(?<![\w.])scale=([\w,]+)", text)):
-                return found.pop() if len(found) == 1 and "," not in min(found) else ""
-        return POCKET if self.value(MODEL_PATH) == POCKET else ""
+        """Return the name of the run's scale; empty in older results, which lack it."""
+        words = (word.partition("=") for word in self.origin.configured.split())
+        return next((name for key, _, name in words if key == "scale"), "")
 
     def value(self, key: str) -> str:
         """Return the setting `key` as text, or `ABSENT` if the run's record (of another version, say) lacks the key."""

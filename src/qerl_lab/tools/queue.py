@@ -105,7 +105,7 @@ def plan(options: PlanOptions) -> None:
     parts = _chosen_parts(queue, options)
     all_left = [planned for planned in queue.left() if planned.part_in(parts)]
 
-    estimates = {planned.key: queue.estimate(planned, options.jobs) for planned in queue.runs}
+    estimates = {planned.key: queue.estimate(planned) for planned in queue.runs}
 
     def seconds(runs: Sequence[Planned]) -> float:
         """Return the seconds that `runs` take one after the other."""
@@ -282,18 +282,14 @@ class Machine:
         """Return when this command must end, in seconds of `time.monotonic`: at once after `stopped`."""
         return self.began + 60 * (0 if self.stopped.is_set() else self.options.minutes)
 
-    def _seconds_of(self, planned: Planned) -> float:
-        """Return how many seconds a run is expected to take here with its evaluations, beside the others on its GPU."""
-        return self.queue.estimate(planned, self.options.jobs).seconds
-
     def lacking_time(self, planned: Planned) -> str:
         """Say which of lease and minutes is too short to start a run or to go on with it, and how long it must be."""
         is_new, lease = not RunDirectory(self.run_folder(planned)).is_claimed, self.options.lease
         needed, key, given = START_SECONDS, "minutes", self.options.minutes
         if is_new and lease is None:
-            needed = max(needed, self._seconds_of(planned))
+            needed = max(needed, self.queue.estimate(planned).seconds)
         elif lease is not None and 60 * given > START_SECONDS:
-            needed, key, given = self._seconds_of(planned), "lease", lease
+            needed, key, given = self.queue.estimate(planned).seconds, "lease", lease
         return f"the next needs {needed / 60:.1f} minutes, and {key}={given:g}"
 
     def run_folder(self, planned: Planned) -> Path:
@@ -330,7 +326,7 @@ class Machine:
         """
         run, now = RunDirectory(self.run_folder(planned)), time.monotonic()
         minutes = self.options.lease or self.options.minutes
-        fits = now + self._seconds_of(planned) < self.began + 60 * minutes
+        fits = now + self.queue.estimate(planned).seconds < self.began + 60 * minutes
         if now > self.until - START_SECONDS or not (fits or run.is_claimed):
             return False
         self.started.set()

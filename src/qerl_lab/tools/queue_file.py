@@ -28,8 +28,6 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,23 +130,20 @@ class Queue:
         """Return the runs that are not done and have not failed twice, in the order of the queue."""
         return [run for run in self.runs if not self.is_done(run.key) and self.failures(run.key) < ATTEMPTS]
 
-    def estimate(self, planned: Planned, jobs: int = 1) -> Estimate:
-        """Estimate how long a run takes with its evaluations as one of `jobs` runs at once on its GPU.
+    def estimate(self, planned: Planned) -> Estimate:
+        """Estimate how long a run takes with its evaluations.
 
         The estimate is the median over finished runs of this queue in the ledger, if possible over runs with as many
-        evaluations as `planned`, and of these if possible over runs with as many at once on their GPU (`_at_once`),
-        because runs that share a GPU take longer. It uses the first of these groups that is not empty: the run's arm
-        with any seed, its experiment, its part, all. Without finished runs the estimate is `estimate_from_bench`, else
-        `seconds` of QUEUE.yaml. Other ledger rows do not count, because their runs had other settings, such as another
-        scale.
+        evaluations as `planned`. It uses the first of these groups that is not empty: the run's arm with any seed, its
+        experiment, its part, all. Without finished runs the estimate is `estimate_from_bench`, else `seconds` of
+        QUEUE.yaml. Other ledger rows do not count, because their runs had other settings, such as another scale.
         """
         made = {run.key: run for run in self.runs}
         config, wanted = planned.config, f" of {len(planned.after)}"
-        rows = [(row, at_once) for row, at_once in zip(self.rows, self._at_once, strict=True) if row["run"] in made]
-        done = [(row, at_once) for row, at_once in rows if row["state"] == DONE and not missing_evaluations(row)]
-        alike = [(row, at_once) for row, at_once in done if row["evaluations"].endswith(wanted)] or done
-        beside = [(row, at_once) for row, at_once in alike if at_once == jobs]
-        timed = [(made[row["run"]], float(row["seconds"])) for row, _ in beside or alike]
+        whole = [row for row in self.rows if row["state"] == DONE and not missing_evaluations(row)]
+        done = [row for row in whole if row["run"] in made]
+        alike = [row for row in done if row["evaluations"].endswith(wanted)] or done
+        timed = [(made[row["run"]], float(row["seconds"])) for row in alike]
         for group, taken in (
             ("its arm", [seconds for run, seconds in timed if replace(run.config, seed=config.seed) == config]),
             (config.experiment, [seconds for run, seconds in timed if run.config.experiment == config.experiment]),
@@ -156,33 +151,10 @@ class Queue:
             ("the queue", [seconds for _, seconds in timed]),
         ):
             if taken:
-                source = f"median of {with_noun(len(taken), 'run')} of {group}"
-                if not beside:
-                    source += f", none with {jobs} at once on its GPU"
-                elif jobs > 1:
-                    source += f", {jobs} at once on a GPU"
-                return Estimate(statistics.median(taken), source)
+                return Estimate(statistics.median(taken), f"median of {with_noun(len(taken), 'run')} of {group}")
         if seconds := estimate_from_bench(config):
             return Estimate(seconds, "from the tokens/s in results/bench, each completion at its longest")
         return Estimate(self.default_seconds, "`seconds` of the queue's file, nothing is measured")
-
-    @cached_property
-    def _at_once(self) -> list[int]:
-        """Tell for each row of the ledger how many runs its GPU had on average while the run was on it, rounded.
-
-        The run itself counts too, and so do runs that failed. A row without start or GPU counts as alone. `start` and
-        `seconds` give the span of a row to within a minute, which the rounding hides.
-        """
-        spans = list[tuple[str, float, float]]()  # the GPU, first and last second
-        for row in self.rows:
-            begin = datetime.fromisoformat(row["start"]).timestamp() if row["start"] else 0.0
-            place = row["card"] if row["start"] else ""
-            spans.append(("" if place == "none" else place, begin, begin + float(row["seconds"] or 0)))
-        counted = []
-        for place, begin, end in spans:
-            others = [max(0.0, min(end, last) - max(begin, first)) for at, first, last in spans if at == place]
-            counted.append(round(sum(others) / (end - begin)) if place and end > begin else 1)
-        return counted
 
     def parts_of(self, row: Row) -> Sequence[Part]:
         """Return the parts that a ledger row belongs to: those that list its run, else the part that it names.

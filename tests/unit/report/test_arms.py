@@ -120,8 +120,8 @@ QWEN = {
 }  # fmt: skip
 
 
-def at(scale: str, experiment: str, seed: int = 0, command: str = "", **changes: Any) -> Run:
-    origin = Origin(command=command, configured=f"scale={scale} jobs=1" if scale else "")
+def at(scale: str, experiment: str, seed: int = 0, **changes: Any) -> Run:
+    origin = Origin(configured=f"scale={scale} jobs=1" if scale else "")
     return replace(run(experiment, seed, **changes), origin=origin)
 
 
@@ -143,20 +143,6 @@ def test_scales_that_few_keys_tell_apart_or_that_are_not_known_are_not_named() -
     runs = [at("pocket", "bf16"), at("", "bf16", **QWEN)]
     assert keys_of_scales(runs) == []
     assert not any("scale=" in label for label in named(*runs))
-
-
-@pytest.mark.parametrize(("configured", "command", "model", "expected"), [
-    ("scale=qwen1_5b jobs=2", "python -m qerl_lab -m scale=pocket,qwen1_5b", "/x", "qwen1_5b"),
-    ("jobs=2", "python -m qerl_lab scale=qwen1_5b then python -m qerl_lab resume=runs/0", "/x", "qwen1_5b"),
-    ("", "python -m qerl_lab -m scale=pocket,qwen1_5b", "/x", ""),
-    ("", "python -m qerl_lab +sweeps=mine format.scale_rule=max", "/x", ""),
-    ("", "python -m qerl_lab +experiment=bf16", "pocket", "pocket"),
-])  # fmt: skip
-def test_the_scale_is_of_the_record_else_of_the_command(
-    configured: str, command: str, model: str, expected: str
-) -> None:
-    one = replace(run("bf16", model__path=model), origin=Origin(command=command, configured=configured))
-    assert one.scale == expected
 
 
 def test_a_long_value_is_shortened_and_two_that_begin_alike_stay_two() -> None:

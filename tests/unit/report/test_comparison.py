@@ -94,10 +94,6 @@ def replace(path: Path, old: str, new: str) -> None:
 DAMAGE = {
     "no settings": (lambda run: (run / "resolved.yaml").unlink(), "resolved.yaml"),
     "cut settings": (lambda run: (run / "resolved.yaml").write_text("model:\n  name: po"), "its configuration lacks"),
-    "edited settings": (
-        lambda run: (run / "env.json").write_text('{"words": ["optim.learning_rate=3e-1"]}'),
-        "resolved.yaml is not the configuration that env.json says the run began with: optim.learning_rate=",
-    ),
     "an evaluation of garbage": (lambda run: (run / "eval.parquet").write_bytes(b"PAR"), "arquet"),
     "other metrics": (lambda run: replace(run / "metrics.jsonl", "reward/mean", "reward"), "it lacks 'reward/mean'"),
 }

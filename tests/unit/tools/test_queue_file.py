@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,27 +182,6 @@ def test_hours_are_of_the_arm_else_of_the_experiment_and_of_as_many_evaluations(
     ):
         made = with_rows(queue, *known)
         assert {number: made.estimate(made.runs[number]).seconds for number in expected} == expected
-
-
-def test_hours_are_of_runs_with_as_many_at_once_on_their_gpu(queue: Queue) -> None:
-    """Run 2 is nvfp4 with seed 0, whose other seed is run 4; run 6 is bf16 at another rate than run 1."""
-    rows = [(1, DONE, "60", "0 of 0"), (2, DONE, "100", "0 of 0"), (3, DONE, "110", "0 of 0"), (0, FAILED, "90", "")]
-    queue = with_rows(queue, *rows)
-    places = [("H200 a", "00:00"), ("H200 b", "00:00"), ("H200 b", "00:10"), ("H200 a", "00:57")]  # 2 and 3 share b
-
-    def at(row: Mapping[str, str], card: str, minute: str) -> dict[str, str]:
-        return {**row, "card": card, "start": f"2026-11-28T12:{minute}+0000"}
-
-    queue = replace(queue, rows=[at(row, *place) for row, place in zip(queue.rows, places, strict=True)])
-    for number, jobs, expected in (
-        (4, 1, (60, "median of 1 run of part formats")),  # its arm shared the GPU
-        (4, 2, (100, "median of 1 run of its arm, 2 at once on a GPU")),
-        (6, 2, (110, "median of 1 run of bf16, 2 at once on a GPU")),
-        (4, 3, (100, "median of 1 run of its arm, none with 3 at once on its GPU")),
-    ):
-        assert queue.estimate(queue.runs[number], jobs) == expected
-    on_cpu = [at(row, "none", "00:00") for row in queue.rows]
-    assert replace(queue, rows=on_cpu).estimate(queue.runs[4]) == (100, "median of 1 run of its arm")
 
 
 def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
