@@ -24,8 +24,11 @@ NAMES = ("train", "heldout", "grade", "weights", "worked")
 PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
 
 
-class GraderFailed(ValueError):
-    """The user's function `grade` raised an error, which is the cause of this one and may be a bug in the function."""
+class GraderFailed(RuntimeError):
+    """The user's function `grade` raised an error, which is the cause of this one and may be a bug in the function.
+
+    No ValueError, because commands print a ValueError in one line, and a bug is found by its traceback.
+    """
 
 
 def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
