@@ -303,6 +303,13 @@ def test_a_wrong_store_in_the_environment_is_no_matter_if_the_run_uses_another_o
     assert train.main([words, "dry_run=true"]) == 0
 
 
+@pytest.mark.parametrize("uri", ["./mlruns", "/runs/of/all", "file:/runs/of/all", "file:///runs/of/all"])
+def test_a_folder_in_the_environment_is_a_store_if_mlflow_allows_it(uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    assert train.main(["dry_run=true"]) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
