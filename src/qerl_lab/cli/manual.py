@@ -35,6 +35,7 @@ EXAMPLES = (
 )
 
 SEARCH_JOURNAL = "study.journal"  # file of a search, beside the folders of its trials
+TRIAL_PREFIX = "trial-"  # their names begin with it; a search's folder may hold other sweeps too
 
 FLAGS = (
     "Flags (Hydra's): -m runs a sweep; --cfg job|hydra|all prints the configuration; --info prints how it",
@@ -166,7 +167,8 @@ def sweep_table(plan: Plan) -> str:
     counts = ", ".join(f"{statuses.count(word)} {word}" for word in dict.fromkeys(statuses))
     here, command = format_path(plan.directory), f"{python_command()} -m qerl_lab"
     lines.append(f"{with_noun(len(plan.jobs), 'job')} in {here}: {counts}")
-    is_trial = (plan.directory.parent / SEARCH_JOURNAL).exists()  # the search names the next command at its end
+    in_search = (plan.directory.parent / SEARCH_JOURNAL).exists()
+    is_trial = in_search and plan.directory.name.startswith(TRIAL_PREFIX)  # the search ends with a line of its own
     if "done" in statuses and not is_trial:
         out = shell_override("out", f"results/{plan.directory.name}")
         lines.append(f"next: {command}.report {shlex.quote(here)} {out}")
