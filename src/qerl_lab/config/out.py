@@ -6,10 +6,13 @@ from qerl_lab.config.option import ConfigError
 
 
 class OutputOptions:
-    """Base class for the options of a command that writes a directory `out`, and may replace it with `overwrite`."""
+    """Base class for the options of a command that writes a directory `out`.
+
+    `overwrite` is an option of most of them; a command without it, such as the search, replaces nothing.
+    """
 
     out: str
-    overwrite: bool
+    overwrite: bool = False
 
     @property
     def folder(self) -> Path:
