@@ -139,7 +139,9 @@ def read_source(options: QuantizeOptions) -> Source:
         )
     packed = packable(model, ignore)
     if not packed:
-        raise ConfigError(f"model={options.model} has no Linear layer outside of {typed}. Type a shorter ignore.")
+        raise ConfigError(
+            f"model={options.model} has no Linear layer outside of {typed}. Type another model, or a shorter ignore."
+        )
     for layer in packed:
         _check_weight(f"{layer}.weight", weights, model, folder)
     dense = [name for name in linears if name not in packed]

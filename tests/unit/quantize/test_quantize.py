@@ -86,7 +86,7 @@ def refused(capsys, *words: str, code: int = 2) -> str:
         ("model=/dev out=out", ["model=/dev holds no config.json, so it is no model directory"]),
         ("model=pocket out=out ignore=[lm_hed]", ["no Linear layer is called lm_hed", "Did you mean lm_head?", "re:"]),
         ('model=pocket out=out ignore=["re:("]', ["'re:(' is no regular expression (missing )"]),
-        ("model=pocket out=out ignore=[re:.*]", ["has no Linear layer outside of ignore=[re:.*]"]),
+        ("model=pocket out=out ignore=[re:.*]", ["has no Linear layer outside of ignore=[re:.*]. Type another model"]),
     ],
 )
 def test_a_wrong_command_is_refused(words, parts, capsys):
