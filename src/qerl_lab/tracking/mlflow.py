@@ -55,28 +55,14 @@ def prepare_mlflow() -> None:
 def check_given_store(cfg: RunConfig) -> None:
     """Raise ConfigError if the store that the user gave for a run is none. Connects to nothing.
 
-    It is `tracking.uri` in `cfg`, else the variable MLFLOW_TRACKING_URI. The variable may also name a folder, if MLflow
-    allows that.
+    It is `tracking.uri` in `cfg`, else the variable MLFLOW_TRACKING_URI. A folder in the variable is not checked, because
+    MLflow's version and settings decide whether it is a store.
     """
+    given = os.environ.get(STORE_VARIABLE, "")
     if cfg.tracking.uri:
         check_uri("tracking.uri", cfg.tracking.uri)
-    elif (uri := os.environ.get(STORE_VARIABLE)) and not _is_allowed_folder(uri):
-        check_uri(STORE_VARIABLE, uri)
-
-
-def _is_allowed_folder(uri: str) -> bool:
-    """Tell whether `uri` is a local folder, and the installed MLflow takes folders as stores.
-
-    Newer ones take them only with MLFLOW_ALLOW_FILE_STORE=true.
-    """
-    is_folder = uri.startswith("file:") or (":" not in uri and uri != "databricks")
-    if not is_folder:
-        return False
-    prepare_mlflow()
-    from mlflow import environment_variables
-
-    setting = getattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE", None)
-    return setting is None or bool(setting.get())
+    elif ":" in given and not given.startswith("file:"):
+        check_uri(STORE_VARIABLE, given)
 
 
 def check_uri(key: str, uri: str) -> None:
