@@ -223,9 +223,11 @@ def _check_order(cfg: RunConfig) -> None:
 def check_store(key: str, uri: str) -> None:
     """Raise ConfigError if `uri`, the value of `key`, is no address of an MLflow store, e.g. is a plain folder."""
     if "://" not in uri and uri != "databricks":
+        is_host = re.fullmatch(r"[\w.-]+:\d+(/.*)?", uri)
+        meant = f"http://{uri}" if is_host else f"sqlite:///{uri}.db"
         raise ConfigError(
             f"{key}={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and databricks. "
-            f"Type for example {key}=sqlite:///{uri}.db."
+            f"Type for example {key}={meant}."
         )
 
 

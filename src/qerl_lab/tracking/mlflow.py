@@ -55,8 +55,8 @@ def prepare_mlflow() -> None:
 def check_given_store(cfg: RunConfig) -> None:
     """Raise ConfigError if the store that the user gave for a run is none. Connects to nothing.
 
-    It is `tracking.uri` in `cfg`, else the variable MLFLOW_TRACKING_URI. A folder in the variable is not checked, because
-    MLflow's version and settings decide whether it is a store.
+    It is `tracking.uri` in `cfg`, else the variable MLFLOW_TRACKING_URI. A folder in the variable is not checked,
+    because MLflow's version and settings decide whether it is a store.
     """
     given = os.environ.get(STORE_VARIABLE, "")
     if cfg.tracking.uri:

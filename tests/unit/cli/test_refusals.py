@@ -288,7 +288,7 @@ def test_a_typed_password_is_refused_without_repeating_it(line, capsys, tmp_path
     ("uri", "said"),
     [
         ("htp://me:pa55word@host", "MLFLOW_TRACKING_URI=htp://***@host begins with htp://, which MLflow does not know"),
-        ("localhost:5000", "MLFLOW_TRACKING_URI=localhost:5000 is no address of an MLflow store"),
+        ("localhost:5000", "Type for example MLFLOW_TRACKING_URI=http://localhost:5000."),
     ],
 )
 def test_a_wrong_store_in_the_environment_is_refused_like_a_typed_one(line, uri, said, capsys, monkeypatch, tmp_path):
