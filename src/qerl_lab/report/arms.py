@@ -91,8 +91,8 @@ def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
     """Replace device=auto, which runs that failed early still record, by cpu or cuda.
 
-    For each such run, the device is chosen with which the run belongs to the same arm as other runs in `runs`. If both
-    devices fit, or neither does, the run keeps device=auto.
+    A run gets the device with which it belongs to an arm of other runs in `runs`. If both devices fit, or neither does,
+    it keeps device=auto.
     """
     known, found = {run.arm for run in runs}, []
     for run in runs:

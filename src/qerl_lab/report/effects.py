@@ -27,17 +27,17 @@ class NoRuns(Unmeasured):
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a contrast, the treated or the control arm.
+    """One side of a contrast, the treated or the control arm, at each value of the claim's `spanned_key`.
 
-    `started` maps each value of the claim's `spanned_key` to its newest finished run of each seed and its unfinished
-    runs; without a spanned key it has one entry.
+    `started` maps each value, such as a learning rate, to its newest finished run of each seed and its unfinished runs;
+    without a spanned key it has one entry.
     """
 
     started: Mapping[str, Sequence[Run]]
 
     @property
     def finished(self) -> dict[str, list[Run]]:
-        """Map each value of the spanned key, such as a learning rate, to its finished runs; omit values without one."""
+        """Map each value of the spanned key to its finished runs; leave out values without one."""
         by_value = {value: [run for run in runs if run.is_finished] for value, runs in self.started.items()}
         return {value: runs for value, runs in by_value.items() if runs}
 
@@ -53,9 +53,9 @@ class Side:
 
 
 class Pair(NamedTuple):
-    """A treated and a control side that differ only in keys in which the claim lets arms differ.
+    """A treated and a control side with equal settings, apart from the claim's `free` keys and its spanned key.
 
-    `context` holds the other settings, which both sides share.
+    `context` holds the equal settings.
     """
 
     treated: Side
@@ -100,7 +100,7 @@ def _runs_with(claim: Claim, settings: Settings, started: Sequence[Run]) -> list
 def _group_into_sides(claim: Claim, runs: Sequence[Run]) -> list[tuple[Arm, Side]]:
     """Group runs into sides by all settings but the spanned key; leave out sides without a finished run.
 
-    Returns with each side the settings that the other side of its pair must share.
+    Returns (context, side): the two sides of a `Pair` have equal contexts.
     """
     grouped: dict[Arm, dict[str, list[Run]]] = {}  # settings without the spanned key -> its value -> runs
     for run in runs:
@@ -126,7 +126,7 @@ class Range(NamedTuple):
 
     The two are equal unless a value is censored: only its lower bound is then known, and the upper bound is infinite.
 
-    `without` is set if the seeds' values depend on each other, as with `best_of`. The row of a seed has the mean lower
+    `without` is set if the seeds' values depend on each other, as with `best_of`. It has a row per seed: the mean lower
     bounds over the other seeds, measured as if this seed did not exist.
     """
 

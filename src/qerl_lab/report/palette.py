@@ -62,7 +62,7 @@ def color(name: str, number: int = OTHERS.index("#777777")) -> str:
 
 
 def styles_of_arms(arms: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
-    """Return the `styles` of arms, which `arms` maps to their runs. Arms that are plain have filled markers."""
+    """Return the `styles` of arms, which `arms` maps to their runs. Plain arms (`is_plain`) have filled markers."""
     formats = {label: runs[0].value("format.name") for label, runs in arms.items()}
     return styles(formats, [label for label, runs in arms.items() if not is_plain(runs[0])])
 

@@ -41,7 +41,7 @@ class PaperFigure:
         """Describe the figure by number, model and task."""
         return f"The paper's {self.number}: {self.model}, {self.task}"
 
-    def is_of(self, tasks: Collection[str]) -> bool:
+    def shows(self, tasks: Collection[str]) -> bool:
         """Tell whether the figure shows one of `tasks` (GSM8K, BigMath), or no task (noise schedules)."""
         return self.task.startswith(("schedules", *tasks))
 
@@ -64,7 +64,7 @@ def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
     varied |= {"schedule"} if len(schedules - {"off"}) > 1 else set()
     varied |= {"bigmath"} if "bigmath" in {run.value("task.name") for run in runs} else set()
     tasks = _tasks_of_paper(runs) or set(TASKS.values())
-    return [figure for figure in FIGURES if figure.below == below and figure.varies in varied and figure.is_of(tasks)]
+    return [figure for figure in FIGURES if figure.below == below and figure.varies in varied and figure.shows(tasks)]
 
 
 def _tasks_of_paper(runs: Sequence[Run]) -> set[str]:
@@ -78,7 +78,7 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
     The caption also names the models, tasks and algorithms in our figure above. `runs` has one run per arm of our
     figure.
     """
-    ours = "Ours above" if figure.is_of(_tasks_of_paper(runs)) else "Ours above, on another task"
+    ours = "Ours above" if figure.shows(_tasks_of_paper(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = set[str](), {run.value("algorithm.name") for run in runs}
     for run in runs:

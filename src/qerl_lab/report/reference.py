@@ -49,7 +49,7 @@ def printed() -> pd.DataFrame:
     means = []
     for curve in curves().to_dict("records"):
         for setting in (EIGHT_STEPS, LAST_TENTH):
-            mean = float(steps_of_mean(curve["file"], setting)[curve["column"]].mean())
+            mean = float(curves_to_average(curve["file"], setting)[curve["column"]].mean())
             own = {"setting": setting, "number": mean, "value": f"{mean:.3f}", "unit": ""}
             means.append(curve | own | {"certainty": f"approx (digitized plot, +-{curve['error']:g})"})
     return pd.concat([rows, pd.DataFrame(means)], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
@@ -64,10 +64,10 @@ def digitized(file: str) -> pd.DataFrame:
     return pd.read_csv(package_data("results/reference") / "digitized" / f"{file}.csv", index_col=0)
 
 
-def steps_of_mean(file: str, setting: str) -> pd.DataFrame:
-    """Return the rows of `digitized` to average: up to step 8 if `setting` is `EIGHT_STEPS`, else the last tenth.
+def curves_to_average(file: str, setting: str) -> pd.DataFrame:
+    """Return the part of a figure's curves that a mean covers: steps 0 to 8 for `EIGHT_STEPS`, else the last tenth.
 
-    Gaps are filled linearly. Values outside a curve's known points stay nan.
+    The rows are those of `digitized`, with gaps filled linearly. Values outside a curve's known points stay nan.
     """
     known = digitized(file).interpolate("index", limit_area="inside")
     return known[known.index <= 8 if setting == EIGHT_STEPS else known.index > 0.9 * known.index[-1]]
@@ -94,17 +94,17 @@ def select_row(**where: str) -> pd.Series:
     return rows.iloc[0]
 
 
-def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool) -> tuple[float, float]:
-    """Return (difference, error): the paper's number `treated` minus `control`, and how far reading curves may be off.
+def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool) -> tuple[float, float]:
+    """Return (effect, error): the paper's number `treated` minus `control`, or with `ratio` divided by it.
 
-    `treated` and `control` are column values, as in `select_row`. With `ratio` the numbers are divided. Two curves of
-    one figure are compared only at steps at which both are known.
+    `treated` and `control` are column values, as in `select_row`. Two curves of one figure are compared only at steps
+    at which both are known. `error` is the larger reading error of the two numbers, 0 if both are printed.
     """
     treated_row, control_row = select_row(**treated), select_row(**control)
     of_treated, of_control = treated_row["number"], control_row["number"]
     file, setting = treated_row["file"], treated_row["setting"]
     if file and file == control_row["file"]:
-        both = steps_of_mean(file, setting)[[treated_row["column"], control_row["column"]]]
+        both = curves_to_average(file, setting)[[treated_row["column"], control_row["column"]]]
         of_treated, of_control = both.dropna().mean()
     error = max(treated_row["error"], control_row["error"])
     return float(of_treated / of_control if ratio else of_treated - of_control), float(error)
@@ -113,9 +113,9 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Map labels of our arms to (method, weight format) of the row with the same settings in the paper's Table 1.
 
-    Arms without the settings `where` are left out. Of several arms on one model, task and algorithm that fit the same
-    row, the one labelled by its experiment alone has it (`arms.labels`): apart from the experiment it has the settings
-    of more than half of all runs, so no result decides. Without such an arm none has the row.
+    Arms without the settings `where` are left out. If several arms on one model, task and algorithm fit a row, the row
+    belongs to the arm labelled by its experiment alone (`arms.labels`), or to none without such an arm. That arm has
+    the settings of more than half of all runs, so no result decides.
     """
     fitting = defaultdict[tuple[tuple[str, str], tuple[str, ...]], list[str]](list)
     for label, runs in arms.items():

@@ -123,7 +123,7 @@ def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], 
     """
     effects = []
     for treated, control in contrast.printed:
-        effect, error = reference.paper_difference(treated, control, claim.is_ratio)
+        effect, error = reference.paper_effect(treated, control, claim.is_ratio)
         scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
         model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
         source = f"{treated['table']} {model}".strip() + (f", +-{error:g}" if error else "")

@@ -48,7 +48,7 @@ def of_schedule(name: str, setting: str) -> dict[str, str]:
 def test_two_lines_of_a_figure_are_compared_where_both_are_known(other: str, expected: float) -> None:
     """Linear was not read at steps 145 and 150: the means of each alone would be of other steps."""
     one, two = (of_schedule(name, reference.LAST_TENTH) for name in ("exponential", other))
-    difference, error = reference.paper_difference(one, two, ratio=False)
+    difference, error = reference.paper_effect(one, two, ratio=False)
     assert (round(difference, 3), error) == (expected, 0.006)
     read = reference.digitized("fig09_scheduler_3b")[["exponential", other]]
     table = read.interpolate("index", limit_area="inside").dropna()
