@@ -263,10 +263,13 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Trains and evaluates runs on this machine. `began` is the start of the command, by the monotonic clock.
+    """Trains, evaluates and packs runs on this machine until the time is up or a signal comes.
 
-    Once `stopped` is set, nothing starts, and what is running is stopped. `started` is set once there was time for a
-    run, whatever became of it. `ends` maps the key of a run to how it and its evaluations ended, if they are not done.
+    Attributes:
+        began: the start of the command, by the monotonic clock.
+        stopped: set by a signal; then nothing starts, and what is running is stopped.
+        started: set once there was time for a run, also for one that then failed.
+        ends: how a run and its evaluations ended, by the run's key, if they are not done.
     """
 
     queue: Queue
@@ -353,6 +356,7 @@ class Machine:
             return False
         trained = time.time()
         training_seconds = max(trained - start, run.result().get("seconds", 0.0))  # the result counts all sessions
+        _drop_texts(run)
         self._write_row(planned, run, start, training_seconds, 0)
         self.pack(planned)
         if run.status == DONE and planned.after:
@@ -368,6 +372,7 @@ class Machine:
 
             with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
                 evaluated = sum(side_by_side.map(evaluate, range(len(planned.after)), planned.after))
+            _drop_texts(run)
             self._write_row(planned, run, start, training_seconds + time.time() - trained, evaluated)
             self.pack(planned)
         return True
@@ -404,11 +409,8 @@ class Machine:
         """Write the run's row of the ledger into its directory, and copy the console file there.
 
         `began` is when this command began to work on the run, in Unix seconds; `seconds` is the time taken, `evaluated`
-        the number of evaluations that this command finished. Drops the texts of completions from the evaluations'
-        files.
+        the number of evaluations that this command finished.
         """
-        for file in run.path.glob("evaluations/*/eval.parquet"):
-            pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
         where: dict[str, Any] = run.environment()
         start = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(began))  # of an attempt after a failed one
         if (before := self._last_row(planned)) is None:
@@ -445,8 +447,14 @@ class Machine:
         file.with_suffix(".tmp").replace(file)
 
 
+def _drop_texts(run: RunDirectory) -> None:
+    """Drop the texts of completions from the files of the run's evaluations, so that its pack is small."""
+    for file in run.path.glob("evaluations/*/eval.parquet"):
+        pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
+
+
 def _end_of(code: int | None, subject: str = "", when: str = "") -> End:
-    """Describe how a process ended that is not done; `code` is what `Machine._call` returned for it.
+    """Describe how a process ended before its work was done; `code` is what `Machine._call` returned for it.
 
     `subject` and `when` stand before and after the verb in `End.how`.
     """
@@ -519,7 +527,7 @@ def _read_pack(file: Path) -> tuple[bytes, Row]:
 
 
 def _unpack(data: bytes, run: str, runs: Path) -> None:
-    """Replace the directory of `run` in `runs` by that in the tar file `data`. Raises one of DAMAGED if that fails."""
+    """Replace the directory of `run` in `runs` by the one in the tar `data`. Raises one of DAMAGED if that fails."""
     with tempfile.TemporaryDirectory(dir=runs) as fresh, tarfile.open(fileobj=io.BytesIO(data)) as packed:
         packed.extractall(fresh, filter="data")
         shutil.rmtree(runs / run, ignore_errors=True)
