@@ -96,7 +96,7 @@ def run(options: EntropyOptions) -> None:
     arms = list(arms_to_measure(options))
     texts = sample_texts(options, device)
     print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
-    rows = [{"arm": "dense", **estimates(texts.entropies_T, texts)}]
+    rows = [{"arm": "dense", **entropy_columns(texts.entropies_T, texts)}]
     with terminal.ProgressBar("models", len(arms), unit="model") as bar:
         for arm in arms:
             rows.append(measure_arm(arm, texts, folder))
@@ -191,7 +191,7 @@ def measure_arm(arm: Arm, texts: Texts, folder: Path) -> dict[str, Any]:
     linears = packable(loading.empty_model(config, torch.float32), arm.cfg.format.ignore)
     dense, packed = WeightFiles(folder), None if arm.folder is None else WeightFiles(arm.folder)
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
-    row = {"arm": arm.name, **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
+    row = {"arm": arm.name, **entropy_columns(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
     if arm.folder is not None:
         row["checkpoint"] = terminal.format_path(arm.folder)
     return row | {"weight_error": weight_error.sum_errors(errors)}
@@ -209,10 +209,10 @@ def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tens
     return entropies_T, kl_T
 
 
-def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Return the entropies in a row of the results, from a model's entropy at each token [T].
+def entropy_columns(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
+    """Return the columns on entropy in a row of the results, from a model's entropy in nats at each token [T].
 
-    They are: the mean, the change from the dense model, and means over the model's own forking tokens (see
+    They are the mean, the change from the dense model, and means over the model's own forking tokens (see
     `kl.split_by_entropy`) and over the rest.
     """
     forking, rest = kl.split_by_entropy(entropies_T)

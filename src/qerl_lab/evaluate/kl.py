@@ -89,10 +89,10 @@ def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -
         yield (logits.float() / temperature).log_softmax(-1)
 
 
-class CleanTexts:
-    """Texts to measure noise on, with the hidden states of the policy without noise.
+class NoiseKl:
+    """Measures the KL of noises on fixed texts, at `tokens` tokens in all.
 
-    `tokens` is the number of tokens at which the KL is measured.
+    The hidden states of the policy without noise are computed once, and kept for all noises.
     """
 
     def __init__(self, policy: Policy, pairs: Pairs, temperature: float, batch_size: int) -> None:

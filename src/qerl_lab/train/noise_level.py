@@ -48,7 +48,7 @@ class NoiseLevel:
         return aqn.level(self.aqn, step, self.cfg.steps)
 
     def stage(self, step: int) -> int:
-        """Return the stage of a step, from 0. A solved sigma serves all steps of its stage."""
+        """Return which of the run's aqn.stages a step is in, from 0. A solved sigma serves all steps of its stage."""
         return schedule.stage(step, self.cfg.steps, self.aqn.stages)
 
     def noise(self, step: int) -> aqn.Noise:
@@ -140,12 +140,12 @@ def build_kl_measure(
 
     pairs = ranks.run_on_all(sample_own_texts, EngineFailed)
     batch_size = max(1, min(cfg.optim.completions_at_once, len(pairs) // cfg.aqn.solver.draws))
-    texts = kl.CleanTexts(policy, pairs, cfg.rollout.temperature, batch_size)
-    tokens = sum(ranks.gather(texts.tokens))
+    noise_kl = kl.NoiseKl(policy, pairs, cfg.rollout.temperature, batch_size)
+    tokens = sum(ranks.gather(noise_kl.tokens))
 
     def mean_kl_of_noises(noises: list[aqn.Noise]) -> float:
         first = ranks.rank % len(noises)  # start each rank at another noise, so that ranks with few texts cover all
-        return sum(ranks.gather(texts.nats(noises[first:] + noises[:first]))) / tokens
+        return sum(ranks.gather(noise_kl.nats(noises[first:] + noises[:first]))) / tokens
 
     return mean_kl_of_noises
 

@@ -70,7 +70,7 @@ def test_forking_tokens_are_the_fifth_with_the_highest_entropy() -> None:
     """By hand in float64: 3 of 11 tokens."""
     values = torch.tensor([0.1, 2.0, 0.0, 1.5, 0.3, 0.2, 0.4, 0.5, 1.0, 0.6, 0.7], dtype=torch.float64)
     fake = entropy.Texts(None, [([1], [1] * 5), ([1], [1] * 6)], values, torch.zeros(11), 8)  # type: ignore[arg-type]
-    found = entropy.estimates(values, fake)
+    found = entropy.entropy_columns(values, fake)
     assert (found["entropy_forking"], found["entropy_rest"]) == pytest.approx((4.5 / 3, 2.8 / 8), abs=1e-12)
 
 

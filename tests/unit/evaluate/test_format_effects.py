@@ -46,7 +46,7 @@ def test_a_format_does_here_what_the_entropy_command_says(texts: entropy.Texts) 
     found = format_effects.effects_of_formats(texts, "pocket", [MXFP4, BF16]).loc["mxfp4"]
     cfg = entropy.run_config(EntropyOptions(), "mxfp4")
     entropies_T, kl_T = entropy.compare_to_dense(format_effects.policy.load_base(cfg, CPU)[0], texts)
-    expected = entropy.estimates(entropies_T, texts)["entropy_change"]
+    expected = entropy.entropy_columns(entropies_T, texts)["entropy_change"]
     assert found[["entropy_change", "change_low", "change_high", "p"]].tolist() == list(expected.values())
     assert found["kl"] == kl_T.mean().item() > 1e-4
 
