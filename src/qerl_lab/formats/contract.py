@@ -133,13 +133,13 @@ def refuses_unpackable_weights(weight_format: Format) -> None:
         _require_refusal(partial(weight_format.quantize, weight[:, :-1], name="q_proj"), f"K={_COLUMNS - 1}")
 
 
-def is_a_value(weight_format: Format) -> None:
+def equals_its_copy(weight_format: Format) -> None:
     """Raise AssertionError unless two formats with equal options are equal and have the same hash."""
     twin: Any = replace(weight_format)
     assert {twin} == {weight_format}, "a copy of the format is not equal to the format"
 
 
-def is_recognized(weight_format: Format) -> None:
+def reads_its_config_back(weight_format: Format) -> None:
     """Raise AssertionError unless `recognize` reads format and ignored layers back from `quantization_config`.
 
     Formats without QUANT_METHOD are not checked.
@@ -156,7 +156,7 @@ def is_recognized(weight_format: Format) -> None:
 
 LAWS: tuple[Callable[[Format], None], ...] = (
     packs_what_its_layout_says, gives_weights_back, decodes_what_it_stores, stores_its_bits, packs_rows_apart,
-    packs_a_value_alike, refuses_unpackable_weights, is_a_value, is_recognized,
+    packs_a_value_alike, refuses_unpackable_weights, equals_its_copy, reads_its_config_back,
 )  # fmt: skip
 
 

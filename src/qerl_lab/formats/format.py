@@ -80,10 +80,10 @@ class Format(ABC):
         """Return shape and dtype, by name, of each tensor that `quantize` makes of a weight of `shape` [N, K]."""
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return a function, called like `quantize`, that packs each part of one fused layer (q/k/v or gate/up).
+        """Return the function that packs each part of one fused layer (q/k/v or gate/up); call it like `quantize`.
 
-        `weights` are the dense parts. If a format's parts share a constant, such as a tensor scale, it is computed here
-        from all of them. By default nothing is shared, and the function is `quantize`.
+        `weights` are the dense parts. A constant that they share, such as a tensor scale, is computed here from all of
+        them. By default nothing is shared, and the function is `quantize`.
         """
         return self.quantize
 

@@ -51,7 +51,7 @@ def stored_as(folder: Path) -> PackedAs | None:
         packed_as = recognize(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    _, noted = on_disk.noted_rounding(folder)
+    _, noted = on_disk.noted_format(folder)
     weight_format = packed_as.weight_format
     unknown = {name: noted[name] for name, value in asdict(weight_format).items() if value is None and name in noted}
     return packed_as._replace(weight_format=replace(weight_format, **unknown))

@@ -88,15 +88,15 @@ def check(folder: Path, cfg: RunConfig) -> None:
     _check_layer_names(model_layers, cfg, setting)
     config = read_json(folder / "config.json", setting)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
-    name, rules = noted_rounding(folder)
+    name, rules = noted_format(folder)
     if name and not is_dense:  # checkpoints of other programs are compared when they are loaded
-        check_rounding(cfg, name, rules)
+        require_same_format(cfg, name, rules)
     if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
         raise packed_head_refusal(cfg, HEAD)
     _check_context(config, cfg, setting)
 
 
-def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
+def noted_format(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return format name and format options of a checkpoint that the quantize command wrote, from its quality.json.
 
     Without quality.json returns ("", {}).
@@ -106,7 +106,7 @@ def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
     return about.get("format", ""), about.get("options", {})
 
 
-def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
+def require_same_format(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
     """Raise ConfigError if cfg.format is not the format in which the model at model.path is packed.
 
     `name` is the name of that format; `rules` has its options, such as scale_rule, by name.

@@ -26,7 +26,7 @@ from qerl_lab.model import all_weights, loading
 from qerl_lab.model.chat import Chat, pad_id
 from qerl_lab.model.linear import packable, packed_head, packed_layers
 from qerl_lab.model.lora import register_lora
-from qerl_lab.model.on_disk import check_rounding, packed_head_refusal
+from qerl_lab.model.on_disk import packed_head_refusal, require_same_format
 from qerl_lab.model.weight_files import WeightFiles, loading_error, local_folder
 from qerl_lab.system.disk import make_readable
 
@@ -181,9 +181,8 @@ def build(cfg: RunConfig, device: torch.device, *, fits_norms: bool = False) -> 
     """Build the policy: load the base, pack its Linears, find the norms that get noise, attach new adapters.
 
     The adapters are initialized from cfg.seed. With lora=full there are none, and all weights of the base are trained.
-    With `fits_norms`, for commands without the option aqn.norms, it writes the norms that the base has into
-    cfg.aqn.norms. It must write them there, because the caller builds the engine from the same `cfg`, and vLLM holds in
-    float32 the norms that `cfg` names.
+    With `fits_norms`, for commands without the option aqn.norms, cfg.aqn.norms is replaced by the norms that the base
+    has: the caller builds the engine from the same `cfg`, and vLLM holds in float32 the norms that `cfg` names.
 
     Raises ConfigError if the model cannot be loaded, lacks a module that `cfg` names, or a norm of aqn.norms feeds no
     linear layer.
@@ -334,7 +333,7 @@ def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, 
     if not is_packed:
         return
     rules = {key: value for key, value in asdict(packed_as.weight_format).items() if value is not None}
-    check_rounding(cfg, name, rules)
+    require_same_format(cfg, name, rules)
     here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, packed_as.ignore))
     if differ := here ^ there:
         remedy = shlex.quote(f"format.ignore={spell_list(packed_as.ignore)}")
