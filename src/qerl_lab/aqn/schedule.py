@@ -38,11 +38,10 @@ def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
 
 
 def decay(cfg: AqnConfig, index: int, last: int) -> float:
-    """Return the noise level in `cfg.unit` at point `index` of the schedule's curve.
+    """Return the noise level, in `cfg.unit`, of noisy stage `index` (from 0) on a curve that ends at stage `last`.
 
-    The curve begins at point 0 and ends at point `last`. If `last` is 0, the level is the schedule's start. The
-    exponential curve is Eq. 8 of the paper; the other shapes are in its Fig. 15. Raises ValueError for the schedules
-    "off" and "adaptive", which have no curve.
+    If `last` is 0, the level is the schedule's start. The exponential curve is Eq. 8 of the paper; the other shapes are
+    in its Fig. 15. Raises ValueError for the schedules "off" and "adaptive", which have no curve.
     """
     progress = index / last if last > 0 else 0.0
     start, end = (cfg.kl_start, cfg.kl_end) if cfg.unit == "kl" else (cfg.sigma_start, cfg.sigma_end)

@@ -26,10 +26,10 @@ BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
 @dataclass(frozen=True)
 class Job:
-    """An arm of a benchmark, to be measured with an adapter of one rank, in processes of its own.
+    """An arm of a benchmark at one rank of the adapter, measured in processes of its own.
 
     Attributes:
-        overrides: values by key of the run configuration, or for a baseline by argument.
+        overrides: values by key of the run configuration; for a baseline by argument of `LLM` or `GRPOConfig`.
         architecture: the keys of config.json that affect speed.
         scratch: directory of the checkpoints and adapters.
         options: the benchmark's options by name.
@@ -47,12 +47,10 @@ class Job:
 
     @property
     def packing(self) -> FormatConfig:
-        """Return the settings that the arm's checkpoint depends on: the weight format and its options.
+        """Return the settings that the arm's checkpoint depends on: its format, and the overrides of CHECKPOINT_KEYS.
 
-        Takes from the overrides only the keys CHECKPOINT_KEYS. Other keys of the group `format` change no file, so arms
-        that differ in them, such as in format.dense_cache, share a checkpoint. An override of format.name does not
-        count either: rows are listed under the arm's format, so the checkpoint keeps it, and the loader refuses the
-        override.
+        Arms that differ only in other keys of the group `format`, such as format.dense_cache, share a checkpoint. An
+        override of format.name is left out here, and the loader then refuses it: rows are listed under the arm's format.
         """
         given = {key: self.overrides[f"format.{key}"] for key in CHECKPOINT_KEYS if f"format.{key}" in self.overrides}
         return FormatConfig(name=self.format, **given)

@@ -60,9 +60,10 @@ class JobProgress:
 
 
 class SweepProgress:
-    """Show the progress of a sweep's `jobs`. `left` are the jobs that are not done yet.
+    """Show on standard error how far a sweep is: a table on a terminal, lines elsewhere.
 
-    Once `stop_file` exists the sweep is stopping.
+    `jobs` are all its jobs, `left` those that are not done yet. Once `stop_file` exists the sweep is stopping, and no
+    ETA is shown.
     """
 
     def __init__(self, jobs: list[Job], left: Sequence[Job], stop_file: Path) -> None:

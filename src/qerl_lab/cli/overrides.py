@@ -236,10 +236,9 @@ def explain(error: Exception) -> str:
 
 
 def _explain_value_of_group(place: str, class_name: str, value: str) -> str:
-    """Return the message for a file `place` in which a group of keys has a value: `lora: rank64`.
+    """Return the message for the YAML file `place`, which gives a group of keys one value: `lora: rank64`.
 
-    Hydra names the group only by its class in config/schema.py. A typed value is answered elsewhere
-    (`unknown_option_error`).
+    Hydra names the group only by its class in config/schema.py, `class_name`.
     """
     group = GROUP_OF_CLASS.get(class_name, class_name)
     problem = f"In '{place}': {group}: {value} gives a group of keys one value."

@@ -137,9 +137,9 @@ def fill_added_keys(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def model_by_content(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings (value by dotted key) with a single key that identifies the model.
+    """Return settings (value by dotted key) without model.path if they have model.hash, else without model.hash.
 
-    This is model.hash if it is set, else model.path; the other one is dropped.
+    So copies of a model in two folders count as one model.
     """
     idle = "model.hash" if values.get("model.hash") in (None, "None") else "model.path"
     return {name: value for name, value in values.items() if name != idle}

@@ -43,7 +43,7 @@ class TransformersEngine(Engine):
         started = time.perf_counter()
         flat = [ids for ids in prompt_ids_P for _ in range(group_size)]
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
-        with self.policy.as_sampler(self._norms), torch.random.fork_rng(devices=devices), self._telling(on_done):
+        with self.policy.as_sampler(self._norms), torch.random.fork_rng(devices=devices), self._polling(on_done):
             torch.manual_seed(sampling.seed + sampling.first)  # `first`: engines that share prompts draw apart
             completions = list[Completion]()
             for at in range(0, len(flat), self.batch_size):
@@ -54,10 +54,10 @@ class TransformersEngine(Engine):
         return Rollout(prompt_ids_P, grouped, time.perf_counter() - started)
 
     @contextmanager
-    def _telling(self, on_done: OnDone) -> Iterator[None]:
+    def _polling(self, on_done: OnDone) -> Iterator[None]:
         """Context manager: call `on_done` with 0 before each norm of `policy.norms`, so that it can end the sampling.
 
-        Once a token would be too seldom: on a CPU the first one, with all prompts of a batch, can take minutes.
+        A call per token would be too seldom: on a CPU the first token, after all prompts of a batch, can take minutes.
         """
         norms = [self.policy.base.get_submodule(name) for name in self.policy.norms]  # in every layer
         hooks = [norm.register_forward_pre_hook(lambda *_: on_done(0)) for norm in norms]

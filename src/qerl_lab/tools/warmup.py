@@ -167,9 +167,9 @@ def worked_example(chat: "Chat", task: tasks.Task, question: tasks.Question) -> 
 
 
 def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
-    """Return the task's training examples of at most `max_tokens`, and the number of examples left out as longer.
+    """Tokenize the task's worked solutions; return examples of at most `max_tokens`, and the number of longer ones.
 
-    Raises ConfigError if no example is left.
+    Prints notes on the chat template and on examples left out. Raises ConfigError if no example is left.
     """
     from qerl_lab.model.chat import Chat
 

@@ -29,7 +29,7 @@ class TableOptions:
 def fill_mlflow(options: ResyncOptions) -> None:
     """Fill MLflow from the record in `options.run_dir`, and print what was added.
 
-    Raises ConfigError if the record is missing or damaged, or the given store is none; ConnectionError if MLflow
+    Raises ConfigError if the record is missing or damaged, or the given store is not one; ConnectionError if MLflow
     fails or cannot be reached.
     """
     if options.uri:

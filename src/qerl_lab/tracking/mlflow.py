@@ -53,10 +53,10 @@ def prepare_mlflow() -> None:
 
 
 def check_given_store(cfg: RunConfig) -> None:
-    """Raise ConfigError if the store that the user gave for a run is none. Connects to nothing.
+    """Raise ConfigError if what the user gave as a run's store is no address of a store. Connects to nothing.
 
-    It is `tracking.uri` in `cfg`, else the variable MLFLOW_TRACKING_URI. A folder in the variable is not checked,
-    because MLflow's version and settings decide whether it is a store.
+    The address is `tracking.uri` in `cfg`, else the variable MLFLOW_TRACKING_URI. A folder in the variable is not
+    checked, because MLflow's version and settings decide whether it is a store.
     """
     given = os.environ.get(STORE_VARIABLE, "")
     if cfg.tracking.uri:
@@ -257,7 +257,7 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     """Fill MLflow from the record in a run directory; return a line describing what was added.
 
     `uri` replaces the run's own store (see `mlflow_uri`). Raises ConfigError if the record is missing or damaged, or
-    the given store is none, and MLflow's exceptions if the store fails.
+    `uri` is no address of a store, and MLflow's exceptions if the store fails.
     """
     cfg = directory.config()
     if directory.status == "not run":

@@ -37,7 +37,10 @@ class Watch:
             self.add_step(metrics)
 
     def add_step(self, metrics: Metrics) -> dict[str, str]:
-        """Add one step's metrics; return a dict from each new sign of trouble to advice. Both are text for the user."""
+        """Add one step's metrics; return a dict from each new sign of trouble to advice, both text for the user.
+
+        Ignores metrics of a held-out evaluation.
+        """
         if "reward/mean" not in metrics:  # held-out evaluation
             return {}
         if len(self.first) < WINDOW:

@@ -238,8 +238,8 @@ def evaluate_heldout(
 def ask_own_share(session: Session, questions: int, samples: int, when: str) -> Evaluation | None:
     """Ask and grade this rank's share of the first `questions` held-out questions; return None if the share is empty.
 
-    `when` completes the title of the progress bar. Raises Interrupted if the run is asked to stop meanwhile, and
-    Diverged if the sampler's logits are NaN.
+    Samples without noise. `when` completes the title of the progress bar. Raises Interrupted if the run is asked to
+    stop meanwhile, and Diverged if the sampler's logits are NaN.
     """
     cfg, share, completions_of_all = session.cfg, session.ranks.share(questions), questions * samples
     if not share:

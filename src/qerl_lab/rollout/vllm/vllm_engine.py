@@ -189,7 +189,10 @@ class VllmEngine(Engine):
 
 
 def read_completions(request: RequestOutput, names_G: list[str]) -> list[Completion]:
-    """Return the completions of a finished request, in order, with the log-probs stored under `names_G`, vLLM's ids."""
+    """Return the completions of a finished request, in order; take their log-probs out of the scheduler's store.
+
+    `names_G` are vLLM's ids of the completions.
+    """
     completions = []
     for output in sorted(request.outputs, key=lambda output: output.index):
         logprobs = logprob_scheduler.LOGPROBS.pop(names_G[output.index], [])

@@ -97,7 +97,7 @@ class VllmServerEngine(Engine):
         return folder
 
     def _check_settings(self) -> None:
-        """Raise ConfigError if the server's settings differ from those that `serve_line` prints."""
+        """Raise ConfigError unless the server has the settings that `serve_line` prints, or more of AT_LEAST."""
         served = self._call_workers("qerl_describe")[0]  # all workers have one configuration
         served["format"] = format_of(served.pop("quantization"), served.pop("quantization_config"))
         wanted = settings(self.cfg, self.policy.model.dtype) | {"format": self.cfg.format.name}

@@ -36,9 +36,10 @@ class Sym:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation. `+` and `*` take any number of arguments, so that a long sum is no deep tree; `pm` and `neg` one.
+    """An operation or a known function `name`, applied to `args`; `value.py` computes it.
 
-    The others are "- / ^ inverse root log binom", the functions, and `call`: an unknown function and its argument.
+    `+` and `*` take any number of arguments, so that a long sum is no deep tree. `pm` and `mp` take the one behind the
+    sign. `call` takes an unknown function and its argument.
     """
 
     name: str
