@@ -50,7 +50,7 @@ class Job:
         """Return the settings that the arm's checkpoint depends on: its format, and the overrides of CHECKPOINT_KEYS.
 
         Arms that differ only in other keys of the group `format`, such as format.dense_cache, share a checkpoint. An
-        override of format.name is left out here, and the loader then refuses it: rows are listed under the arm's format.
+        override of format.name is left out here, and the loader refuses it: rows are listed under the arm's format.
         """
         given = {key: self.overrides[f"format.{key}"] for key in CHECKPOINT_KEYS if f"format.{key}" in self.overrides}
         return FormatConfig(name=self.format, **given)
