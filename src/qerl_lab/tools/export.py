@@ -42,7 +42,7 @@ class ExportOptions(OutputOptions):
     overwrite: bool = option(False, "replace what is at `out`")
 
 
-def check(options: ExportOptions) -> RunDirectory:
+def requested_run(options: ExportOptions) -> RunDirectory:
     """Return the run to export. Raises ConfigError unless it is finished with an adapter and `out` may be written."""
     run = RunDirectory(Path(options.run).expanduser().absolute())
     trains_all = run.config().trains_all  # first, which raises for a directory that is no run
@@ -73,7 +73,7 @@ def export(options: ExportOptions) -> None:
     Raises ConfigError if an option cannot work, the run's base cannot be loaded or has changed, or the adapter is
     damaged.
     """
-    run = check(options)
+    run = requested_run(options)
     with terminal.quiet_imports():
         from peft import LoraConfig
 

@@ -27,7 +27,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
-from qerl_lab.tools.export import ExportOptions, card, check, export
+from qerl_lab.tools.export import ExportOptions, card, export, requested_run
 from vllm_engines import NEEDS_VLLM
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., RunConfig
 
 def exported(folder: Path, run: Path, **changes: Any) -> Path:
     options = ExportOptions(run=str(run), out=str(folder), **changes)
-    check(options)
+    requested_run(options)
     export(options)
     return folder
 
@@ -239,25 +239,25 @@ def test_what_cannot_be_exported_is_refused(runs: Runs, tmp_path: Path) -> None:
     run = str(runs["bf16"][0])
     options = ExportOptions(run=run, out=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="nowhere is no directory"):
-        check(replace(options, run="nowhere"))
+        requested_run(replace(options, run="nowhere"))
     with pytest.raises(ConfigError, match="Type another out"):
-        check(replace(options, out=run))
+        requested_run(replace(options, out=run))
     with pytest.raises(ConfigError, match="a merged model has its base in it"):
-        check(replace(options, merged=True, base=True))
+        requested_run(replace(options, merged=True, base=True))
     with pytest.raises(ConfigError, match="was not made by this command"):
-        check(replace(options, out=run, overwrite=True))
+        requested_run(replace(options, out=run, overwrite=True))
     copy = shutil.copytree(runs["bf16"][0], tmp_path / "a copy")
     (copy / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(
         ConfigError, match=r"has no adapter/adapter_model\.safetensors\. Type .* resume='.*/a copy', wh"
     ):
-        check(replace(options, run=str(copy)))
+        requested_run(replace(options, run=str(copy)))
     text = (copy / "resolved.yaml").read_text()
     (copy / "resolved.yaml").write_text(text.replace("\n  rank: 4\n", "\n  rank: 0\n"))
     with pytest.raises(
         ConfigError, match=r"trained all weights; allowed: a run with an adapter\. Copy .*/a copy/model:"
     ):
-        check(replace(options, run=str(copy)))
+        requested_run(replace(options, run=str(copy)))
 
 
 def test_a_base_that_was_replaced_does_not_go_out_with_the_adapter(
@@ -291,5 +291,5 @@ def test_a_run_that_is_not_done_is_refused_and_an_export_replaced(
     (tmp_path / "run" / "DONE").unlink()
     unfinished = (tmp_path / "run").rename(tmp_path / "a run")
     with pytest.raises(ConfigError, match="is interrupted, or still running; allowed: a finished run") as told:
-        check(ExportOptions(run=str(unfinished), out=str(tmp_path / "other")))
+        requested_run(ExportOptions(run=str(unfinished), out=str(tmp_path / "other")))
     assert f"Type python -m qerl_lab resume='{unfinished}' first." in str(told.value)
