@@ -102,8 +102,8 @@ class Claim:
     added: str = ""  # the day on which the claim was added to a file committed earlier
 
     @property
-    def spanned_key(self) -> str:
-        """Return `best_of` or `mean_over`, a key that takes several values in each arm; empty text without both."""
+    def swept_key(self) -> str:
+        """Return the key that is swept within each arm, `best_of` or `mean_over`; empty text without one."""
         return self.best_of or self.mean_over
 
     def is_free(self, key: str) -> bool:
@@ -188,10 +188,10 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
     if fields["direction"] not in (-1, 0, 1):
         raise ValueError(f"{where}: direction {fields['direction']} is none of -1, 0, 1")
     smallest = parse_number(fields["smallest"], f"{where}: smallest", 1 if MEASURES[fields["measure"]].ratio else 0)
-    spanned_keys = [fields[field] for field in ("best_of", "mean_over") if fields.get(field)]
-    if len(spanned_keys) > 1:
+    swept_keys = [fields[field] for field in ("best_of", "mean_over") if fields.get(field)]
+    if len(swept_keys) > 1:
         raise ValueError(f"{where} has both best_of and mean_over")
-    for key in (*fields["free"], *spanned_keys):
+    for key in (*fields["free"], *swept_keys):
         _check_key(key, where, KEYS_AND_GROUPS)
     if not fields["contrasts"]:
         raise ValueError(f"{where}: contrasts is empty, and there is nothing to compare")

@@ -27,8 +27,8 @@ from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
 ARMS_A_PANEL = 4  # most arms that share one panel; with more, bands would hide lines
 MOST_COLUMNS = 3  # panels beside each other: so wide a figure still fits a slide or a page
-BESIDE = 2  # arms per panel beside the baseline if the arms of a format do not fit into one panel
-MOMENTS = 100  # most times at which the mean by wall clock is interpolated
+PAIR = 2  # arms per panel, besides the baseline, if the arms of a format need several panels
+MOMENTS = 100  # most points of a mean curve by wall clock
 MARKS = 10  # markers per line
 LEGEND_CHARS = 46  # characters per line of the legend
 DODGE = 0.07  # distance between arms that are measured before and after training, which are 1 apart
@@ -120,8 +120,8 @@ def draw(
 def _panels(arms: Sequence[str], styles: Mapping[str, Mapping[str, Any]], most: int) -> list[Sequence[str]]:
     """Distribute sorted arms over panels: all in one if they are at most `most`, else a panel per weight format.
 
-    If a format has more arms than `most`, or if no two arms have the same format, they go in pairs. One left over comes
-    first: a pair from the end is usually one with and without noise.
+    A format with more than `most` arms gets a panel per pair of arms. So do all arms together if they have one format,
+    or each its own. An odd arm comes first, because a pair from the end is usually an arm with and without noise.
     """
     if len(arms) <= most:
         return [arms]
@@ -134,7 +134,7 @@ def _panels(arms: Sequence[str], styles: Mapping[str, Mapping[str, Any]], most: 
         formats = [arms]
     panels = list[Sequence[str]]()
     for group in formats:
-        size = len(group) if len(group) <= most else BESIDE
+        size = len(group) if len(group) <= most else PAIR
         starts = range(-(-len(group) % size), len(group), size)
         panels += [group[max(start, 0) : start + size] for start in starts]
     return panels
@@ -212,7 +212,7 @@ def _draw_panel(
     axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
     styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, show_seeds: bool = True, unit: str = "step",
 ) -> None:  # fmt: skip
-    """Draw the arms of `labels` (arm -> legend text) as lines or, if nothing was measured between, as points.
+    """Draw the arms of `labels` (arm -> legend text) as lines, or as points if measured only before and after training.
 
     `show_seeds` adds the single seeds of each arm.
     """

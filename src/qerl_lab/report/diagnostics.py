@@ -31,8 +31,7 @@ PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "mar
 def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
     """Map each k (1, 2, 4, ..., eval.samples) to pass@k of an arm after training, with its interval over seeds.
 
-    Raises Unmeasured unless there are at least two seeds, questions and samples per question, and if answers are partly
-    right.
+    Raises Unmeasured for fewer than two seeds, questions or samples per question, and if an answer is partly right.
     """
     right, samples = count_right(runs)
     right_S_Q = right.dropna(axis=1).to_numpy(int)

@@ -27,33 +27,33 @@ class NoRuns(Unmeasured):
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a contrast, the treated or the control arm, at each value of the claim's `spanned_key`.
+    """One side of a contrast, the treated or the control arm, at each value of the claim's `swept_key`.
 
     `started` maps each value, such as a learning rate, to its newest finished run of each seed and its unfinished runs;
-    without a spanned key it has one entry.
+    without a swept key it has one entry.
     """
 
     started: Mapping[str, Sequence[Run]]
 
     @property
     def finished(self) -> dict[str, list[Run]]:
-        """Map each value of the spanned key to its finished runs; leave out values without one."""
+        """Map each value of the swept key to its finished runs; leave out values without one."""
         by_value = {value: [run for run in runs if run.is_finished] for value, runs in self.started.items()}
         return {value: runs for value, runs in by_value.items() if runs}
 
     @property
     def runs(self) -> list[Run]:
-        """Return the finished runs at all values of the spanned key."""
+        """Return the finished runs at all values of the swept key."""
         return [run for runs in self.finished.values() for run in runs]
 
     @property
     def seeds(self) -> set[int]:
-        """Return the seeds that have a run at every value of the spanned key."""
+        """Return the seeds that have a run at every value of the swept key."""
         return set.intersection(*({run.seed for run in runs} for runs in self.finished.values()))
 
 
 class Pair(NamedTuple):
-    """A treated and a control side with equal settings, apart from the claim's `free` keys and its spanned key.
+    """A treated and a control side with equal settings, apart from the claim's `free` keys and its swept key.
 
     `context` holds the equal settings.
     """
@@ -66,7 +66,7 @@ class Pair(NamedTuple):
 def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list[Pair]:
     """Return every pair of arms that tests a contrast: one has the treated settings, the other the control settings.
 
-    Apart from keys that the claim lets differ (`free`, and the spanned key) the two have equal settings. With
+    Apart from keys that the claim lets differ (`free`, and the swept key) the two have equal settings. With
     `mean_over` both are limited to the values of this key that they share, if there are any. `started` holds the newest
     finished run of each arm and seed, and unfinished runs, which are only counted. Raises Unmeasured, with the reason,
     if there is no pair, and NoRuns if one of the arms has no run at all.
@@ -98,14 +98,14 @@ def _runs_with(claim: Claim, settings: Settings, started: Sequence[Run]) -> list
 
 
 def _group_into_sides(claim: Claim, runs: Sequence[Run]) -> list[tuple[Arm, Side]]:
-    """Group runs into sides by all settings but the spanned key; leave out sides without a finished run.
+    """Group runs into sides by all settings but the swept key; leave out sides without a finished run.
 
     Returns (context, side): the two sides of a `Pair` have equal contexts.
     """
-    grouped: dict[Arm, dict[str, list[Run]]] = {}  # settings without the spanned key -> its value -> runs
+    grouped: dict[Arm, dict[str, list[Run]]] = {}  # settings without the swept key -> its value -> runs
     for run in runs:
-        value = run.value(claim.spanned_key) if claim.spanned_key else ""
-        others = tuple(item for item in run.arm if item[0] != claim.spanned_key)
+        value = run.value(claim.swept_key) if claim.swept_key else ""
+        others = tuple(item for item in run.arm if item[0] != claim.swept_key)
         grouped.setdefault(others, {}).setdefault(value, []).append(run)
     sides = [(others, Side(by_value)) for others, by_value in grouped.items()]
     return [(tuple(item for item in others if not claim.is_free(item[0])), side) for others, side in sides if side.runs]
@@ -175,9 +175,9 @@ class Numbers:
 def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     """Measure the effect of a pair of arms over the seeds that both have; `verdicts.add_p_values` adds the p-values.
 
-    Raises Unmeasured for too few shared seeds, questions or values of the spanned key, and if runs lack the measure.
+    Raises Unmeasured for too few shared seeds, questions or values of the swept key, and if runs lack the measure.
     """
-    treated_values, control_values = pair.treated.finished.keys(), pair.control.finished.keys()  # of the spanned key
+    treated_values, control_values = pair.treated.finished.keys(), pair.control.finished.keys()  # of the swept key
     seeds, needed = sorted(pair.treated.seeds & pair.control.seeds), claim.file.seeds
     if claim.best_of:  # even without one seed (`Range.without`), each of the others needs a seed that chooses for it
         needed = max(needed, INTERVAL_SEEDS)
@@ -223,16 +223,16 @@ def _jackknife(treated: Range, control: Range, questions: Sequence[str]) -> tupl
 
 
 def _interval(
-    claim: Claim, known: np.ndarray, least: np.ndarray, most: np.ndarray, variance: float
+    claim: Claim, known: np.ndarray, lower: np.ndarray, upper: np.ndarray, least_variance: float
 ) -> stats.Interval:  # fmt: skip
-    """Return (mean, low, high) of `known`[seeds, questions]; low or high is infinite if a bound `least` or `most` is.
+    """Return the mean of `known`[seeds, questions] and its 95% interval; for a ratio logarithms become factors.
 
-    For a ratio `known` holds logarithms, and the result holds factors. `variance` is a lower bound for the variance of
-    seeds' means.
+    `lower` and `upper` are bounds of the true values. If one of them is infinite, because a value is censored, so is
+    that end of the interval. The variance of seeds' means is taken to be at least `least_variance`.
     """
-    mean, low, high = stats.over_seeds(known, least=variance)
-    low = low if np.isfinite(least).all() else -math.inf
-    high = high if np.isfinite(most).all() else math.inf
+    mean, low, high = stats.over_seeds(known, least=least_variance)
+    low = low if np.isfinite(lower).all() else -math.inf
+    high = high if np.isfinite(upper).all() else math.inf
     if not claim.is_ratio:
         return mean, low, high
     return math.exp(mean), math.exp(low) if math.isfinite(low) else low, math.exp(high)
@@ -243,7 +243,7 @@ def _measure_side(
 ) -> Range:  # fmt: skip
     """Return lower and upper bounds of `measure` on one side of a pair, for the given seeds; logarithms for a ratio.
 
-    `controls` are the runs of the control side, which some measures need. If the claim has a spanned key, such as a
+    `controls` are the runs of the control side, which some measures need. If the claim has a swept key, such as a
     learning rate, each value of this key is an option:
 
     - `mean_over` takes the mean over the options.
@@ -254,7 +254,7 @@ def _measure_side(
     """
 
     def measure_option(measure: str, runs: Sequence[Run]) -> Range:
-        """Return the bounds of `measure` for the runs at one value of the spanned key."""
+        """Return the bounds of `measure` for the runs at one value of the swept key."""
         definition = MEASURES[measure]
         low = definition.of(runs, controls).dropna(axis=1).loc[list(seeds)]
         high = low if definition.most is None else low.where(low <= definition.most(runs[0]), np.inf)

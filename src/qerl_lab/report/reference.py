@@ -114,8 +114,8 @@ def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str])
     """Map labels of our arms to (method, weight format) of the row with the same settings in the paper's Table 1.
 
     Arms without the settings `where` are left out. If several arms on one model, task and algorithm fit a row, the row
-    belongs to the arm labelled by its experiment alone (`arms.labels`), or to none without such an arm. That arm has
-    the settings of more than half of all runs, so no result decides.
+    belongs to the arm that has only the name of its experiment as label (`arms.labels`), or to none without such an
+    arm. That arm has the settings of most runs, so it is not chosen by its results.
     """
     fitting = defaultdict[tuple[tuple[str, str], tuple[str, ...]], list[str]](list)
     for label, runs in arms.items():

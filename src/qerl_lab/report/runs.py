@@ -170,7 +170,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     first = sessions[0] if sessions else {}
     data = first.get("data", {})
     gpus = [gpu["uuid"] for session in sessions for gpu in session.get("gpus", []) if "uuid" in gpu]
-    is_of_sweep = any(session.get("sweep") for session in sessions)  # a single run: see its command
+    is_of_sweep = any(session.get("sweep") for session in sessions)  # of a single run the command counts, as typed
     configured = ["scale", *(("jobs", "jobs_per_gpu") if is_of_sweep else ())]
     origin = Origin(
         command=join_sessions(session.get("command", "") for session in sessions),

@@ -195,7 +195,7 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
     mean, error_square = values.mean(), values.var() / len(values)
     most, spread = len(values) * samples, mean * (1 - mean)
     draws = most if error_square * most <= spread else spread / error_square
-    draws = draws if spread > 0 else len(values)  # the draws of a question may all be alike
+    draws = draws if spread > 0 else len(values)  # without spread a question counts once: its draws may be alike
     z = stats.norm.ppf(0.975)
     center = (mean + z**2 / (2 * draws)) / (1 + z**2 / draws)
     half = z / (1 + z**2 / draws) * np.sqrt(spread / draws + z**2 / (4 * draws**2))

@@ -240,7 +240,7 @@ def pipe_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.json: contrasts, level, family sizes, notes, and what was left out.
+    """Render verdicts.json: a row per contrast, the level and number of the tests, notes, and the runs left out.
 
     `command_line` is the command that makes the file.
     """

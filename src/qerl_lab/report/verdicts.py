@@ -138,7 +138,7 @@ def _measure_row(row: Row, pair: Pair) -> Row:
     """
     claim, sides = row.claim, (pair.treated, pair.control)
     treated, control = (dict(side.runs[0].arm) for side in sides)
-    free = treated.keys() - dict(pair.context).keys() - {claim.spanned_key}  # keys in which the sides may differ
+    free = treated.keys() - dict(pair.context).keys() - {claim.swept_key}  # keys in which the sides may differ
     context = dict(pair.context) | {key: f"{treated[key]} / {control.get(key)}" for key in free}
     runs, conditions = [run for side in sides for run in side.runs], []
     for key in CONDITIONS:

@@ -272,7 +272,7 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
     for claim in (claim for claim in CLAIMS if claim.sweep == grid):
         for contrast in claim.contrasts:
             (pair,) = find_pairs(claim, contrast, runs)
-            assert len(pair.treated.finished) == len(pair.control.finished) == (3 if claim.spanned_key else 1)
+            assert len(pair.treated.finished) == len(pair.control.finished) == (3 if claim.swept_key else 1)
 
 
 # --- measures
