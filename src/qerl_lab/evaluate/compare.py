@@ -132,9 +132,9 @@ def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing_keys(mine: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
-    """Return, sorted, the settings in which two runs' arms differ.
+    """List, sorted, the settings in which the arms `mine` and `others` of two runs differ.
 
-    Arms map dotted keys to values as text; they are empty for a model alone. Training questions are compared by hash if
+    Both map dotted keys to values as text; a model without a run has none. Training questions are compared by hash if
     both runs recorded one, else by path.
     """
     mine, others = (settings_of_arm(fill_added_keys(arm)) for arm in (mine, others))
@@ -143,10 +143,10 @@ def differing_keys(mine: Mapping[str, str], others: Mapping[str, str]) -> list[s
 
 
 def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
-    """Pair evaluations of the same seed in `a` and `b`, which map seeds to evaluations; return the pairs and notes.
+    """Pair the evaluations of each seed that is in both `a` and `b` (seed -> evaluation); return the pairs and notes.
 
-    One evaluation on each side makes a pair even if the seeds differ. Notes name what else differs between A and B.
-    Raises ConfigError if no seed is in both.
+    If each has one evaluation, the two are a pair whatever their seeds are; otherwise raises ConfigError if no seed is
+    in both. Notes name the seeds left out, and what else differs between A and B.
     """
     shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
     notes: list[str] = []

@@ -43,7 +43,7 @@ SCHEMA = 2  # 1 also had rows for parts of the weight error
 
 
 class Arm(NamedTuple):
-    """A packed model to measure."""
+    """A packed model that is compared with the dense one: a format, rounded to nearest, or a checkpoint."""
 
     cfg: RunConfig  # loads the model
     weight_format: Format
@@ -61,7 +61,10 @@ class Arm(NamedTuple):
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts and completions, with the dense policy's hidden states and entropies at the T completion tokens."""
+    """Texts that the dense model sampled, with its hidden state and its entropy at each of their T completion tokens.
+
+    All other models are compared with the dense one on them.
+    """
 
     policy: policy.Policy
     pairs: kl.Pairs
@@ -198,9 +201,9 @@ def measure_arm(arm: Arm, texts: Texts, folder: Path) -> dict[str, Any]:
 
 
 def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tensor]:
-    """Return the entropy of `model` and its KL to the dense model at each token of `texts`: float64 [T], on the CPU.
+    """Return entropy and KL(`model` || dense model) at each token of `texts`, in nats: float64 [T] each, on the CPU.
 
-    `texts` holds the hidden states of the dense model.
+    Only `model` reads the texts: `texts` holds the hidden states of the dense model.
     """
     states = kl.hidden_states(model, texts.pairs, texts.batch_size)
     both = zip(kl.logprobs(model, states), kl.logprobs(texts.model, texts.states), strict=True)
