@@ -34,7 +34,7 @@ EXPONENT_RULES = tuple(_NEXT_EXPONENT_FROM)
 
 @dataclass(frozen=True)
 class Mxfp4(CompressedTensors):
-    """MXFP4 with one of `EXPONENT_RULES`."""
+    """MXFP4; `exponent_rule`, one of `EXPONENT_RULES`, says how the exponents are chosen (see the module)."""
 
     NAME = "mxfp4"
     BLOCK = 32

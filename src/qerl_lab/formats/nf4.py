@@ -26,7 +26,7 @@ _HEADER_BYTES = 256
 
 @dataclass(frozen=True)
 class Nf4(Format):
-    """NF4 with block scales in 8 bits (`double_quant`) or float32."""
+    """NF4; `double_quant` stores the block scales in 8 bits instead of float32."""
 
     NAME = "nf4"
     BLOCK = 64
@@ -64,7 +64,10 @@ class Nf4(Format):
         return {"weight": codes, **tensors}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack to a weight `[N, K]`: code * absmax in float32, rounded once to `dtype`. Reads the JSON header."""
+        """Unpack to a weight `[N, K]`: quantile * absmax in float32, rounded once to `dtype`.
+
+        Each call reads the JSON header back from the device; a `decoder` reads it once.
+        """
         return self.decoder(packed, shape).unpack(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:

@@ -31,16 +31,16 @@ from qerl_lab.formats.compressed_tensors import E4M3_MAX, CompressedTensors
 from qerl_lab.formats.format import Decoder, Layout, Quantize, checked
 
 DIVISOR = "weight_global_scale"  # checkpoint name of the tensor scale
-# The block scale that maps the tensor's largest magnitude to 6, by rule.
-_TENSOR_SCALE = {"max": E4M3_MAX, "four_over_six": 256.0}
-SCALE_RULES = tuple(_TENSOR_SCALE)
+# By rule, the block scale of the block with the tensor's largest magnitude; it maps this magnitude to 6.
+_TOP_BLOCK_SCALE = {"max": E4M3_MAX, "four_over_six": 256.0}
+SCALE_RULES = tuple(_TOP_BLOCK_SCALE)
 _LARGEST_SCALE = 0x7E  # the bits of E4M3_MAX; larger bytes are NaN or negative
 _SCALE_OF_ZERO_BLOCK = 0.125  # any positive value would do; compressed-tensors writes this one
 
 
 @dataclass(frozen=True)
 class Nvfp4(CompressedTensors):
-    """NVFP4 with one of `SCALE_RULES`."""
+    """NVFP4; `scale_rule`, one of `SCALE_RULES`, says how the scales are chosen (see the module)."""
 
     NAME = "nvfp4"
     BLOCK = 16
@@ -71,9 +71,9 @@ class Nvfp4(CompressedTensors):
         return {"weight_packed": packed, "weight_scale": scale.to(torch.float8_e4m3fn), DIVISOR: divisor}
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return `quantize` with one global scale, computed from all `weights`, the dense parts of a fused layer.
+        """Return the function that packs each part of a fused layer with one global scale, computed from all `weights`.
 
-        The parts share it, because engines keep one global scale per fused layer.
+        The parts share this scale, because engines keep one per fused layer.
         """
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
@@ -90,7 +90,7 @@ class Nvfp4(CompressedTensors):
         if any(maximum.dtype != torch.bfloat16 for maximum in maxima):
             maxima = [maximum.float() for maximum in maxima]  # the quotient below overflows in float16
         largest = torch.stack(maxima).max()
-        divisor = _TENSOR_SCALE[self.scale_rule] * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+        divisor = _TOP_BLOCK_SCALE[self.scale_rule] * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
         return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
