@@ -52,7 +52,7 @@ DAMAGED = (ValueError, EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError)
 STAGGER_SECONDS = 30.0  # between the starts of runs on one GPU: engines that start at once compete for its memory
 START_SECONDS = 60.0  # start no run with less time left, because an engine needs about as long to start
 GRACE_SECONDS = 60.0  # for a stopped run to save
-LOOK_SECONDS = 0.5  # from a signal to this command until its runs are stopped
+LOOK_SECONDS = 0.5  # between two checks whether a signal came, while a run's process is waited for
 QUEUE = "the queue's YAML file; the key may be left out"
 PARTS = "parts of the queue, by name; none is all"
 EXTRA = "words added to every line, separated by blanks; they win over the file's words: words='scale=NAME'"
@@ -69,7 +69,10 @@ class PlanOptions:
 
     @property
     def part_of_gpu(self) -> list[str]:
-        """Return the override that limits a run to its part of a GPU; none for a run alone there. A line's own wins."""
+        """Return the override that limits a run to its part of a GPU; none for a run alone there.
+
+        It must precede the run's own overrides, which win.
+        """
         return [f"jobs_per_gpu={self.jobs}"] if self.jobs > 1 else []
 
 
@@ -96,8 +99,8 @@ def plan(options: PlanOptions) -> None:
     """Print the queue's parts with the hours left, the runs that failed twice, and the commands that fit `minutes`.
 
     Above each command are the run's key, its minutes and where they are from (`Queue.estimate`). The minutes of a part
-    are the mean over its runs left; over all if none is. Also names the runs made under another version of
-    PREREGISTRATION.md, and says why the next run does not fit.
+    are the mean over its runs left, or over all its runs if none is left. Also names the runs made under another
+    version of PREREGISTRATION.md and the done runs that lack evaluations, and says why the next run does not fit.
     """
     queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     at_once = options.jobs * options.gpus
@@ -310,7 +313,7 @@ class Machine:
         return row if row and row["state"] == RunDirectory(self.run_folder(planned)).status else None
 
     def make(self, planned: Planned, number: int) -> bool:
-        """Wait for a free place on a GPU, then train and evaluate a run there (see `make_on`).
+        """Wait for a free place on a GPU, then train and evaluate a run there (see `train_and_evaluate`).
 
         Returns whether the training ended, done or failed. `number` is the run's position in this command, from 0: the
         first runs on a GPU start STAGGER_SECONDS apart.
@@ -318,9 +321,9 @@ class Machine:
         if number < self.options.jobs * self.options.gpus:
             self.stopped.wait(STAGGER_SECONDS * (number // self.options.gpus))
         with self.gpus.take(1) as (gpu,):
-            return self.make_on(planned, {"CUDA_VISIBLE_DEVICES": gpu} if self.options.gpus > 1 else {})
+            return self.train_and_evaluate(planned, {"CUDA_VISIBLE_DEVICES": gpu} if self.options.gpus > 1 else {})
 
-    def make_on(self, planned: Planned, visible: Mapping[str, str]) -> bool:
+    def train_and_evaluate(self, planned: Planned, visible: Mapping[str, str]) -> bool:
         """Train a run, pack its record, evaluate it, and pack again.
 
         Returns whether the training ended, done or failed. `visible` holds the environment variables that choose the

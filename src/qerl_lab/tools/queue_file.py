@@ -47,7 +47,7 @@ LEDGER, PREREGISTRATION, PILOT = "ledger.csv", "PREREGISTRATION.md", "PILOT:"
 COLUMNS = ("run", "seed", "part", "state", "host", "card", "start", "seconds", "commit", "preregistration",
            "adapter_sha256", "evaluations", "words")  # fmt: skip
 DONE, FAILED, ATTEMPTS = "done", "failed", 2
-WHERE = ("model.hash", "task.path")  # paths that differ between machines for the same run
+WHERE = ("model.hash", "task.path")  # settings that can differ between machines for the same run
 OF_FILE, OPTIONAL_OF_FILE = {"parts": LIST}, {"words": TEXTS, "seconds": NUMBER}
 OF_PART = {"name": TEXT, "lines": TEXTS}
 OPTIONAL_OF_PART = {"seeds": WHOLES, "after": TEXTS, "into": TEXT, "preregistered": SWITCH}
@@ -68,9 +68,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run of the queue. `key` is its name on every machine; `words` are its overrides for the main command.
+    """A run that the queue plans. `key` is its name on every machine; `words` are its overrides for the main command.
 
-    `parts` are the parts that list the run, in the order of the file; either all of them are preregistered or none.
+    `parts` are the parts of the queue that list it, in the order of the file: all of them preregistered, or none.
     """
 
     key: str
@@ -295,9 +295,9 @@ def key_of(config: RunConfig) -> str:
 def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
     """Estimate a run's seconds from benchmarks (step_*.json in `folder`), as if all completions had full length.
 
-    Uses the most tokens per second measured for the run's model on one GPU; None if there is no measurement. Arms that
-    died have none. The measured steps had completions of 1,024 or 2,048 tokens, so a run with longer completions takes
-    longer.
+    Uses the tokens per second of the fastest arm measured for the run's model on one GPU, without baselines and arms
+    that died; None if there is none. The measured steps had completions of 1,024 or 2,048 tokens, so a run with longer
+    completions takes longer.
     """
     rows: list[dict[str, Any]] = []
     for file in sorted(folder.glob("step_*.json")):

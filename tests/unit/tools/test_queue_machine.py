@@ -38,7 +38,7 @@ MERGE = command._merge  # which `lab` replaces
 def test_a_run_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, seen: str, expected: list[str | None]) -> None:
     at_once, most = Counter[str | None](), Counter[str | None]()
 
-    def make_on(self: Machine, one: Planned, visible: Mapping[str, str]) -> bool:
+    def train_and_evaluate(self: Machine, one: Planned, visible: Mapping[str, str]) -> bool:
         gpu = visible.get("CUDA_VISIBLE_DEVICES")
         at_once[gpu] += 1
         most[gpu] = max(most[gpu], at_once[gpu])
@@ -46,7 +46,7 @@ def test_a_run_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, seen: st
         at_once[gpu] -= 1
         return True
 
-    monkeypatch.setattr(Machine, "make_on", make_on)
+    monkeypatch.setattr(Machine, "train_and_evaluate", train_and_evaluate)
     names = seen.split(",") if seen else [str(number) for number in range(gpus)]
     here = Machine(None, RunOptions(gpus=gpus, jobs=2), GpuPool(names, 2), 0.0)  # type: ignore[arg-type]
     with ThreadPoolExecutor(8) as threads:
@@ -383,7 +383,7 @@ def test_the_first_runs_on_each_gpu_start_one_after_the_other() -> None:
     stopped: Any = SimpleNamespace(wait=waits.append, is_set=lambda: True)  # and none is begun
     here = Machine(None, RunOptions(gpus=2, jobs=2), GpuPool(["0", "1"], 2), 0.0, stopped)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Machine, "make_on", lambda *_: True)
+        patch.setattr(Machine, "train_and_evaluate", lambda *_: True)
         for number in range(6):
             here.make(None, number)  # type: ignore[arg-type]
     assert waits == [0, 0, command.STAGGER_SECONDS, command.STAGGER_SECONDS]
