@@ -350,9 +350,10 @@ class OneAdapterMethod(LinearMethodBase):
 
 
 def use_packed_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
-    """Let the layers of vLLM's `model` use the policy's packed `layers` in calls with at least `UNPACK_ROWS` rows.
+    """Let vLLM's `model` unpack the policy's packed `layers` for calls with `UNPACK_ROWS` rows or more.
 
-    `layers` is by checkpoint name. vLLM layers with a part that is not in `layers` stay as they are.
+    vLLM's own kernel computes calls with fewer rows, and the layers with a part that `layers` (by checkpoint name)
+    lacks.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)

@@ -49,7 +49,7 @@ def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) 
     }
     if vllm_cfg.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = vllm_cfg.max_num_batched_tokens
-    if device.type == "cpu":  # a chunk of a prompt would draw a token, and a CPU generator cannot step back
+    if device.type == "cpu":  # each chunk of a prompt draws a token in vain, and a CPU generator cannot step back
         arguments["enable_chunked_prefill"] = False
     return arguments
 
