@@ -65,7 +65,7 @@ class Row:
 
     def text(self, role: str) -> str:
         """Return the text in the column for `role`. Raises BadRow if the value is missing, blank or not a text."""
-        return as_text(self.value(role), self.columns[role])
+        return checked_text(self.value(role), self.columns[role])
 
     def number_or_text(self, role: str) -> str:
         """Return the value in the column for `role` as stripped text. Numbers become text, 27.0 becomes "27".
@@ -78,7 +78,7 @@ class Row:
         return str(value) if type(value) in (int, float) else self.text(role).strip()
 
 
-def as_text(value: Any, column: str) -> str:
+def checked_text(value: Any, column: str) -> str:
     """Return `value` unchanged. Raises BadRow unless it is text that is not blank and that UTF-8 can encode.
 
     The error names `column`.

@@ -12,7 +12,7 @@ from typing import Any
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks.grading import grade_math, number
-from qerl_lab.tasks.question_files import Make, Row, Source, as_text, read
+from qerl_lab.tasks.question_files import Make, Row, Source, checked_text, read
 from qerl_lab.tasks.questions import BadRow, Question, Questions
 
 SOURCES = {
@@ -155,8 +155,8 @@ def _dapo_math(id: str, row: Row) -> Question:
         if not isinstance(last, dict) or last.get("role") != "user":
             raise BadRow(f"has no message of a user at the end of {column!r}")
         value = last.get("content")
-    prompt = as_text(value, column).removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER)
-    return Question(id, as_text(prompt, column), _number(row))
+    prompt = checked_text(value, column).removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER)
+    return Question(id, checked_text(prompt, column), _number(row))
 
 
 def _question_with_latex_answer(id: str, row: Row) -> Question:

@@ -277,13 +277,13 @@ class _Reader:
         if not token.text.isdigit():
             return number
         tokens, start = list(self.tokens), self.at
-        ahead = tokens[start : start + 3]
+        next_three = tokens[start : start + 3]
         if self.sees("frac"):
             self.take()
             parts = [self.argument(), self.argument()]
-        elif [each.kind for each in ahead] == ["number", "sign", "number"] and ahead[1].text == "/":
+        elif [each.kind for each in next_three] == ["number", "sign", "number"] and next_three[1].text == "/":
             self.at += 3
-            parts = [read_number(ahead[0].text), read_number(ahead[2].text)]
+            parts = [read_number(next_three[0].text), read_number(next_three[2].text)]
         else:
             return number
         integers = [part.value for part in parts if isinstance(part, Num) and not part.digits]
