@@ -183,7 +183,7 @@ def check(options: AnyOptions) -> None:
                 f"{name}=[] leaves nothing to measure; allowed: one entry or more. Type for example {name}={example}, "
                 f"or leave {name} out."
             )
-    completions = None  # of a step, which all arms must share
+    completions = None  # of a step; they must be equal in all arms
     if isinstance(options, StepOptions):
         completions = options.groups * options.group_size
         if completions % options.micro_batch:
@@ -200,7 +200,7 @@ def check(options: AnyOptions) -> None:
         if not job.is_baseline:
             try:
                 cfg = job.config()
-                _ = cfg.optim.completions_at_once  # not null: only a run measures the free memory
+                _ = cfg.optim.completions_at_once  # raises for null, which only a run replaces by a number
             except ConfigError as error:
                 raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
             arm_completions = cfg.rollout.prompts_per_step * cfg.rollout.group_size

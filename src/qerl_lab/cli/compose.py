@@ -152,7 +152,7 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
 def _refuse_equal_jobs(jobs: Sequence[Job]) -> None:
     """Raise ConfigError if two jobs of a sweep have the same run directory, or the same configuration."""
     first_by_directory: dict[Path, int] = {}  # run directory -> number of the first job that has it
-    first_by_config: dict[str, int] = {}  # configuration as text -> likewise
+    first_by_config: dict[str, int] = {}  # configuration as text -> number of the first such job
     for job in jobs:
         if (other := first_by_directory.setdefault(job.run_dir, job.number)) != job.number:
             raise ConfigError(

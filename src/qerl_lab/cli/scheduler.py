@@ -168,6 +168,7 @@ def run_locally(sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
     gpu_pool = gpu_pool_of([sweep_job.config for sweep_job in sweep_jobs])
 
     def run_on_gpus(sweep_job: SweepJob) -> str:
+        """Run a job, on GPUs from the pool unless it runs on the CPU; return the result of its future."""
         if gpu_pool is None or sweep_job.config.device == "cpu":
             return sweep_job()
         with gpu_pool.take(sweep_job.config.gpus) as taken:

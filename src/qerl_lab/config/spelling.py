@@ -74,7 +74,7 @@ def _quote_for_shell(text: str) -> str:
     """Quote an argument for the shell. One with an apostrophe gets double quotes if possible: "KEY='a b'".
 
     Double quotes are not possible around a character that the shell interprets inside them too. A backslash before an
-    apostrophe is none: the shell keeps it.
+    apostrophe does not matter: the shell keeps it.
     """
     fits_double_quotes = set(text.replace("\\'", "")).isdisjoint('"$`\\!')
     return f'"{text}"' if "'" in text and fits_double_quotes else shlex.quote(text)

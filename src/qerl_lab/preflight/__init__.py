@@ -34,7 +34,7 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True, is_begun: bool = False) -> list[str]:
     """Check a run's model, questions, store and directory before its start. Return notes to print.
 
-    The notes are of `_notes_on_speed` and `question_counts.check`. With `is_here` the run will use this machine, and
+    The notes come from `_notes_on_speed` and `question_counts.check`. With `is_here` the run will use this machine, and
     `check_machine` is called too. `is_begun` says that the run continues in `run_dir`, so that no other directory can
     be typed. Raises ConfigError for a run that would fail at its start.
     """

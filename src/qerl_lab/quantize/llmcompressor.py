@@ -80,7 +80,7 @@ def check(options: QuantizeOptions) -> None:
 
 
 def _awq_modifier() -> "Modifier":
-    """Return llmcompressor's AWQ modifier, with unpinned caches if there is no accelerator."""
+    """Return llmcompressor's AWQ modifier; without an accelerator its caches do not pin memory, which needs one."""
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
 
@@ -93,7 +93,7 @@ def _awq_modifier() -> "Modifier":
 
     class AWQWithoutAccelerator(AWQModifier):
         def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
-            """Override llmcompressor's hook: start, then replace its caches by unpinned ones."""
+            """Override llmcompressor's hook: start, then replace the caches, which pin memory."""
             super().on_calibration_start(state, event, **kwargs)
             for parent in self._parent_args_cache:
                 self._parent_args_cache[parent] = UnpinnedCache(None, self.offload_device)

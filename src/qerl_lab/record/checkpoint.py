@@ -159,9 +159,9 @@ def newest_config(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def set_damaged_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints after `step`, the one that a run resumes from (0 for none), so that no reader finds them.
+    """Rename the checkpoints after `step`, which must be damaged, so that no reader finds them.
 
-    They must be damaged. The next `save` deletes them.
+    `step` is the one from which the run resumes, 0 for none. The next `save` deletes the renamed ones.
     """
     for path in _step_folders(folder):
         if _step_of(path) > step:

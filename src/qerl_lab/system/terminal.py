@@ -54,7 +54,7 @@ class ProgressBar:
         if self.bar is not None:
             self.bar.set_postfix_str(status, refresh=False)
             self.bar.update(count)
-        elif is_due and time.monotonic() > self.printed + 1:  # a small model finishes too fast to read lines
+        elif is_due and time.monotonic() > self.printed + 1:  # at most a line a second; a fast task prints none
             self.printed = time.monotonic()
             amount = f"{self.now:,}/{self.total:,} {self.unit}s"
             if self.unit == "B":

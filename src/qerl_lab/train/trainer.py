@@ -145,9 +145,9 @@ class LabTrainer(GRPOTrainer):
     def _set_old_logprobs(self, tensors: dict[str, Any]) -> None:
         """Set `old_per_token_logps` in `tensors`: the log-probs pi_old of TRL's ratio pi / pi_old.
 
-        With rollout.importance_correction=in_ratio, pi_old are the log-probs of the sampler. Otherwise, if a step has
-        several updates, they are the log-probs of the trainer. With a single update they are left out, so that the
-        ratio is 1. Also sets `scored_before`: whether TRL has computed the trainer's log-probs of the rollout.
+        They are the sampler's with rollout.importance_correction=in_ratio, else the trainer's. With a single update per
+        step the trainer's are left out, so that the ratio is 1. Also sets `scored_before`: whether TRL has computed the
+        trainer's already. Then their mismatch with the sampler's is recorded here.
         """
         scored = tensors.pop("old_per_token_logps", None)
         self.scored_before = scored is not None
@@ -440,7 +440,7 @@ class LabTrainer(GRPOTrainer):
         checkpoints = self.args.output_dir
 
         def write_trainer_files(folder: Path | None) -> None:
-            """Let every rank write TRL's files to rank 0's `folder`. The other ranks pass None."""
+            """Let all ranks write TRL's files to rank 0's `folder`, not to a subfolder. The other ranks pass None."""
             self.args.output_dir = self.ranks.from_first(str(folder))
             try:
                 super(LabTrainer, self)._save_checkpoint(model, trial)
