@@ -50,7 +50,7 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
     """Train with the lab's trainer. With several GPUs only the first of the processes yields the row."""
     cfg, steps = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
-    policy, engine, about = lab.build(job)
+    policy, engine, row = lab.build(job)
     task = make_task(job)
     data = TrainingData(task, task.train, left_out=0, heldout_left_out=0, seed=0, longest_prompt=job.options["prompt"])
     try:
@@ -60,11 +60,11 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
             trainer.on_step = lambda step, metrics: steps.append(step_values(metrics))
             trainer.train()
         if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
-            about = {**memory(llm), **settings(llm), **about}
+            row = {**memory(llm), **settings(llm), **row}
         held = bytes_by_owner(policy, engine.memory_bytes())
-        about["gib_by_owner"] = {owner: size / GIB for owner, size in held.items()}
+        row["gib_by_owner"] = {owner: size / GIB for owner, size in held.items()}
         if ranks.is_first:
-            yield summarize(job, steps, cfg.optim.completions_at_once) | about | clock | memory_at_end()
+            yield summarize(job, steps, cfg.optim.completions_at_once) | row | clock | memory_at_end()
     finally:
         engine.close()
     ranks.leave()
@@ -115,7 +115,7 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
             peft_config=random_model.plain_lora(job.rank),
             callbacks=[step_clock],
         )
-        about: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(trainer.model)}
+        row: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(trainer.model)}
         args = trainer.args
         trained = args.per_device_train_batch_size * args.gradient_accumulation_steps
         if not args.generation_batch_size == trained == completions:  # the count of tokens below relies on it
@@ -125,14 +125,14 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
         with clocks() as clock:
             trainer.train()
     if trainer.use_vllm:
-        about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
+        row |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
     logged = [logs for logs in trainer.state.log_history if "completions/mean_length" in logs]  # one a step
     steps = [
         {"step_seconds": seconds, "tokens": completions * logs["completions/mean_length"], "nats": logs["entropy"],
          "grad_norm": logs["grad_norm"]}
         for seconds, logs in zip(step_clock.seconds, logged, strict=False)  # `summarize` counts them
     ]  # fmt: skip
-    yield summarize(job, steps, micro_batch_size) | about | clock | memory_at_end()
+    yield summarize(job, steps, micro_batch_size) | row | clock | memory_at_end()
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

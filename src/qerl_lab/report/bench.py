@@ -63,15 +63,15 @@ def gpu_of(result: Result) -> str:
 
 def code_of(result: Result) -> str:
     """Return the commit of the code that a benchmark measured, as `1a2b3c4` or `1a2b3c4 with changes`."""
-    about = result["environment"]
-    return code_version(about["git_sha"], about["dirty"])
+    environment = result["environment"]
+    return code_version(environment["git_sha"], environment["dirty"])
 
 
 def origin(result: Result) -> str:
     """Describe the origin of a result in one line: date, GPU, versions of torch and vLLM, commit."""
-    about = result["environment"]
-    versions = [f"{name} {about['packages'][name]}" for name in ("torch", "vllm") if about["packages"].get(name)]
-    return ", ".join([about["time"][:10], gpu_of(result), *versions, f"commit {code_of(result)}"])
+    environment, packages = result["environment"], result["environment"]["packages"]
+    versions = [f"{name} {packages[name]}" for name in ("torch", "vllm") if packages.get(name)]
+    return ", ".join([environment["time"][:10], gpu_of(result), *versions, f"commit {code_of(result)}"])
 
 
 def list_deaths(result: Result) -> list[str]:

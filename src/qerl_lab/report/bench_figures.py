@@ -37,8 +37,8 @@ def draw(result: Result, path: Path) -> None:
         path.write_bytes(png(drawn))
 
 
-def _draw_rollouts(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
-    """Draw tokens/s of each arm by batch, at the first LoRA rank of the result; `about` holds the benchmark's options.
+def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> Figure:
+    """Draw tokens/s of each arm by batch, at the first LoRA rank of the result; `options` are the benchmark's.
 
     Two further panels follow if measured: ratios to stock BF16 by batch, and ratios to a stock arm by rank. The panel
     by rank needs several ranks. It uses the smallest batch, and shows the paper's Figure 11 too.
@@ -60,7 +60,7 @@ def _draw_rollouts(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Fi
     base = next((base for base in BASES if rows[f"of_{base}"].notna().any()), None)
     if base and rows["rank"].nunique() > 1:
         by_rank, papers = pivot_by_arm(rows[rows["batch"] == batch], "rank", f"of_{base}"), printed_rollouts()
-        papers = papers[(papers["model"] == about["model"]) & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
+        papers = papers[(papers["model"] == options["model"]) & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
         by_rank[PAPER] = papers.set_index("rank")[f"of_{BASES[base]}"]
         panels[(f"ratio to {base}_stock, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")
 
@@ -73,23 +73,24 @@ def _draw_rollouts(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Fi
         axis.set(title=title, xlabel=x, ylim=(0, 1.12 * axis.get_ylim()[1]))
         axis.yaxis.set_major_formatter(format_tick)
     add_legend_below(figure)
-    add_title(figure, f"Rollouts, {about['model']}, prompt {about['prompt']:,}, {about['new']:,} new tokens, {gpu}")
+    asked = f"prompt {options['prompt']:,}, {options['new']:,} new tokens"
+    add_title(figure, f"Rollouts, {options['model']}, {asked}, {gpu}")
     return figure
 
 
-def _draw_step_times(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
+def _draw_step_times(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> Figure:
     """Draw the seconds of a step: a bar per arm, split by phase. Other time, and all of TRL's, has its own color."""
     rows = rows.set_index("arm")
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
     parts[NOT_SPLIT] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
     colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {NOT_SPLIT: {"color": "0.8"}}
-    ragged = f", mean_tokens={about['mean_tokens']:g}" if about.get("mean_tokens") else ""
-    asked = f"{about['groups']} x {about['group_size']} completions of at most {about['new']:,} tokens{ragged}"
-    title = f"GRPO step, {about['model']}, {gpu}\n{asked}"
+    ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
+    asked = f"{options['groups']} x {options['group_size']} completions of at most {options['new']:,} tokens{ragged}"
+    title = f"GRPO step, {options['model']}, {gpu}\n{asked}"
     return _draw_bar_panels({"seconds of a step": parts}, title, colors)
 
 
-def _draw_train_step_costs(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
+def _draw_train_step_costs(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> Figure:
     """Draw tokens/s and peak memory of training steps: a panel per quantity and micro-batch size, a bar per arm."""
     arms = rows["arm"].unique()
     panels = {
@@ -102,7 +103,7 @@ def _draw_train_step_costs(rows: pd.DataFrame, about: Mapping[str, Any], gpu: st
         "hatch": ["///" if arm in OTHER_LIBRARIES else "" for arm in arms],
         "edgecolor": "white",
     }
-    title = f"LoRA training step, {about['model']}, rank {about['rank']}, {gpu}"
+    title = f"LoRA training step, {options['model']}, rank {options['rank']}, {gpu}"
     return _draw_bar_panels(panels, title, {"tokens_per_second": look, "peak_gb": look})
 
 

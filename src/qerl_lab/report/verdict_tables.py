@@ -261,8 +261,8 @@ def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> s
             "printed": [{"where": where, "effect": value} for where, value in row.printed], "numbers": numbers,
         }  # fmt: skip
 
-    about = {
+    content = {
         "schema": SCHEMA, "command": command_line, "level": LEVEL, "families": family_sizes(rows),
         "rows": [as_data(row) for row in rows], "notes": notes(comparison), "left_out": comparison.left_out,
     }  # fmt: skip
-    return strict_json(about).decode()
+    return strict_json(content).decode()

@@ -339,7 +339,7 @@ class OneAdapterMethod(LinearMethodBase):
         add_adapter(y, x, A, B, self.sizes)
         return y
 
-    def places(self, layer: LinearBase) -> dict[str, Pair]:
+    def adapter_buffers(self, layer: LinearBase) -> dict[str, Pair]:
         """Return views of the layer's adapter buffers, A[r, K] and B[n, r], by name of each part with an adapter.
 
         n is the number of the part's output columns.
@@ -380,13 +380,13 @@ class AdapterBuffers:
 
         Raises ConfigError unless `adapter` covers the same layers as the buffers, with the same shapes.
         """
-        places = dict[str, Pair]()
+        buffers = dict[str, Pair]()
         for layer in model.modules():
             method = getattr(layer, "quant_method", None)
             if isinstance(method, OneAdapterMethod):
-                places |= method.places(layer)
+                buffers |= method.adapter_buffers(layer)
         given = {name: [tuple(A.weight.shape), tuple(B.weight.shape)] for name, (A, B) in adapter.items()}
-        built = {name: [tuple(A.shape), tuple(B.shape)] for name, (A, B) in places.items()}
+        built = {name: [tuple(A.shape), tuple(B.shape)] for name, (A, B) in buffers.items()}
         if differing := sorted(name for name in given.keys() | built.keys() if given.get(name) != built.get(name)):
             name = differing[0]
             raise ConfigError(
@@ -394,8 +394,8 @@ class AdapterBuffers:
                 f"shapes {given.get(name)}; allowed: {built.get(name)}, None for no adapter. Type lora.target_modules "
                 "with linear layers of the model's blocks alone."
             )
-        self.modules = [adapter[name] for name in places]
-        self.places_of_A, self.places_of_B = [A for A, _ in places.values()], [B for _, B in places.values()]
+        self.modules = [adapter[name] for name in buffers]
+        self.buffers_of_A, self.buffers_of_B = [A for A, _ in buffers.values()], [B for _, B in buffers.values()]
 
     def write(self, scaling: float) -> None:
         """Copy the policy's adapter into the buffers of vLLM's layers, which use it from their next call on.
@@ -405,5 +405,5 @@ class AdapterBuffers:
         # All layers in three calls, because one call per layer would take longer than the copy. `torch.optim` uses the
         # same private functions; tests/unit/rollout/test_one_adapter.py fails if they disappear.
         with torch.no_grad():
-            torch._foreach_copy_(self.places_of_A, [A.weight for A, _ in self.modules])
-            torch._foreach_copy_(self.places_of_B, torch._foreach_mul([B.weight for _, B in self.modules], scaling))
+            torch._foreach_copy_(self.buffers_of_A, [A.weight for A, _ in self.modules])
+            torch._foreach_copy_(self.buffers_of_B, torch._foreach_mul([B.weight for _, B in self.modules], scaling))
