@@ -199,7 +199,7 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     """
     if not keys_of_scales(runs):
         return {arm: _spell_label(*parts) for arm, parts in _parts_of_labels(runs).items()}
-    found, scale_of = dict[Arm, str](), _scale_by_arm(runs)
+    found, scale_of = dict[Arm, str](), scale_by_arm(runs)
     for scale in sorted(set(scale_of.values())):
         parts = _parts_of_labels([run for run in runs if scale_of[run.arm] == scale])
         found |= {arm: _spell_label(name, [f"scale={scale}", *words]) for arm, (name, words) in parts.items()}
@@ -212,15 +212,15 @@ def keys_of_scales(runs: Sequence[Run]) -> list[str]:
     Empty if the runs are of one scale, the scale of a run is not known, or there are fewer than `OF_A_SCALE` keys,
     because a label then says more by the keys themselves.
     """
-    scale_of = _scale_by_arm(runs)
+    scale_of = scale_by_arm(runs)
     count = len(set(scale_of.values()))
-    if count == 1 or "" in scale_of.values():
+    if "" in scale_of.values():
         return []
     keys = [key for key in differing_keys(runs) if len({(scale_of[run.arm], run.value(key)) for run in runs}) == count]
     return keys if len(keys) >= OF_A_SCALE else []
 
 
-def _scale_by_arm(runs: Sequence[Run]) -> dict[Arm, str]:
+def scale_by_arm(runs: Sequence[Run]) -> dict[Arm, str]:
     """Map each arm to the name of its scale; to `A = B` if its runs name two, and to "" if one is not known."""
     names = defaultdict[Arm, set[str]](set)
     for run in runs:

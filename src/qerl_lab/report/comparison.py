@@ -14,7 +14,7 @@ import pandas as pd
 from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
-from qerl_lab.report.arms import differing_keys, keys_of_scales, task_of
+from qerl_lab.report.arms import differing_keys, keys_of_scales, scale_by_arm, task_of
 from qerl_lab.report.measures import shared_machines
 from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, Run
 from qerl_lab.report.stats import CHANGE, SHARE, format_change, mean_of_arm
@@ -165,10 +165,11 @@ def tabulate_differing_settings(comparison: Comparison, head: str) -> list[list[
 def tabulate_scales(comparison: Comparison, head: str) -> list[list[str]]:
     """Tabulate the settings that follow from the scale of the runs: a row per key, a column per scale.
 
-    The first row has `head` (the text above the keys) and the names of the scales. Returns an empty list if the labels
-    name no scale (`arms.keys_of_scales`).
+    The first row has `head` (the text above the keys) and the scales as in the labels. Returns an empty list if the
+    labels name no scale (`arms.keys_of_scales`).
     """
-    runs = {run.scale: run for run in comparison.counted}
+    scale_of = scale_by_arm(comparison.counted)
+    runs = {scale_of[run.arm]: run for run in comparison.counted}
     scales, keys = sorted(runs), keys_of_scales(comparison.counted)
     rows = [[key, *(arms.shorten(runs[scale].value(key)) for scale in scales)] for key in keys]
     return [[head, *scales], *rows] if keys else []

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -159,14 +161,23 @@ def test_runs_of_two_machines_are_of_one_arm_if_their_questions_were_the_same_wh
         make_run(here / "runs" / name, "bf16", seed, task__path=path, began={"git_sha": "c0ffee0", "data": data})
 
     run("a", 0, "/one/gsm8k", training_sha256="t")  # of an older version, which noted no more
+    run("z", 9, "/zero/gsm8k", training_sha256="t")
+    assert len(comparison.read([here / "runs"]).arms) == 1
     run("b", 1, "/two/gsm8k", training_sha256="t", heldout_sha256="h")
     run("c", 2, "/two/gsm8k")  # of a version that noted none
-    assert {label: len(records) for label, records in comparison.read([here / "runs"]).arms.items()} == {"bf16": 3}
+    assert {label: len(records) for label, records in comparison.read([here / "runs"]).arms.items()} == {"bf16": 4}
     run("d", 3, "/three/gsm8k", training_sha256="t", heldout_sha256="other")
     run("e", 4, "/four/gsm8k", training_sha256="other", heldout_sha256="h")
     run("f", 5, "/five/gsm8k")
     found = comparison.read([here / "runs"])
-    assert sorted(len(records) for records in found.arms.values()) == [1, 1, 1, 1, 2]  # which a held out is open now
+    assert sorted(len(records) for records in found.arms.values()) == [1, 1, 1, 2, 2]  # which a held out is open now
+    run("g", 6, "/six/gsm8k")
+    run("h", 7, "/three/gsm8k", training_sha256="third", heldout_sha256="h")
+    run("i", 8, "/three/gsm8k")
+    found = comparison.read([here / "runs"])
+    labels = {records[0].name: label for label, records in found.arms.items()}
+    for name, path in (("f", "/five"), ("g", "/six"), ("i", "/three")):  # of unknown questions nothing is said
+        assert labels[f"runs/{name}"] == f"bf16 (task.path={path}/gsm8k)"
 
 
 @pytest.mark.parametrize("changed", ["training_sha256", "heldout_sha256"])
@@ -179,8 +190,13 @@ def test_runs_whose_questions_changed_under_one_path_are_not_pooled(here: Path, 
     assert len(found.arms) == 2
     assert all(label.startswith("bf16 (task.path=/one/gsm8k #") for label in found.arms)
     assert any("2 different sets of" in note for note in comparison.notes(found))
-    make_run(here / "runs" / "2", "bf16", 2, task__path="/one/gsm8k", task__train_questions=5)  # another task, as typed
-    assert len(comparison.read([here / "runs"]).arms) == 3
+    began = {"data": {"training_sha256": "less", "heldout_sha256": "h"}}
+    five = {"task__path": "/one/gsm8k", "task__train_questions": 5}  # another task, with one set of questions
+    make_run(here / "runs" / "2", "bf16", 2, **five, began=began)
+    arms = comparison.read([here / "runs"]).arms
+    assert len(arms) == 3
+    (path,) = {run.value("task.path") for runs in arms.values() for run in runs if run.seed == 2}
+    assert path == "/one/gsm8k"
 
 
 def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_questions(sweep: Path) -> None:
@@ -270,19 +286,19 @@ def test_it_prints_arms_what_differs_and_what_was_left_out(sweep: Path, printed:
 @pytest.mark.usefixtures("unrendered")
 def test_what_follows_from_the_scale_is_a_table_of_its_own(here: Path, printed: Callable[..., str]) -> None:
     """Of run directories and of the stored results."""
-    other = {"scale": "mine", "rollout__group_size": 4, "rollout__prompts_per_step": 2, "eval__top_p": 0.5}
+    other = {"scale": "zoo", "rollout__group_size": 4, "rollout__prompts_per_step": 2, "eval__top_p": 0.5}
     for arm in ("bf16", "nvfp4"):
         make_run(here / "runs" / f"{arm}-0", arm, 0)
         make_run(here / "runs" / f"{arm}-1", arm, 0, **other, optim__weight_decay=0.5, optim__beta1=0.5)
     out = printed("runs")
     assert [line.split("  ")[0] for line in out.splitlines()[1:5]] == [
-        f"{arm} (scale={scale})" for arm in ("bf16", "nvfp4") for scale in ("mine", "pocket")
+        f"{arm} (scale={scale})" for arm in ("bf16", "nvfp4") for scale in ("zoo", "pocket")
     ]
-    assert "Several arms are bf16: for differences type for example baseline='bf16 (scale=mine)'." in out
+    assert "Several arms are bf16: for differences type for example baseline='bf16 (scale=zoo)'." in out
     differing = out.partition("\nscales differ in ")[2].partition("\n\n")[0].splitlines()
     assert [line.split() for line in differing] == [
-        ["mine", "pocket"], ["eval.top_p", "0.5", "0.95"], ["optim.beta1", "0.5", "0.9"],
-        ["optim.weight_decay", "0.5", "0.0"], ["rollout.group_size", "4", "8"], ["rollout.prompts_per_step", "2", "16"],
+        ["pocket", "zoo"], ["eval.top_p", "0.95", "0.5"], ["optim.beta1", "0.9", "0.5"],
+        ["optim.weight_decay", "0.0", "0.5"], ["rollout.group_size", "8", "4"], ["rollout.prompts_per_step", "16", "2"],
     ]  # fmt: skip
     assert re.search(r"\narms differ in +format\.name\n", out)
     printed("runs", "out=results/both")
@@ -315,6 +331,16 @@ def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, printed: Callable[.
     for seed in range(3):
         shutil.rmtree(sweep / f"nvfp4-{seed}")
     assert "baseline='nvfp4_aqn (optim.learning_rate=0.0001)'." in printed("sweep")
+
+
+@pytest.mark.parametrize(("labels", "said"), [
+    (["nvfp4", "bf16_hot"], "No arm is bf16: for differences type for example baseline=nvfp4."),
+    (["nvfp4", "bf16 (steps=5)", "bf16 (steps=6)"],
+     "Several arms are bf16: for differences type for example baseline='bf16 (steps=5)'."),
+])  # fmt: skip
+def test_without_one_arm_of_bf16_an_example_of_a_baseline_is_given(labels: list[str], said: str) -> None:
+    found: Any = SimpleNamespace(arms=dict.fromkeys(labels))
+    assert comparison.describe_no_baseline(found) == said
 
 
 def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> None:

@@ -80,6 +80,9 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     assert row.numbers.at_least[:, 0] == pytest.approx([0.0, 0.2 - 0.31, 0.2 - 0.32])
     (row,) = verdicts(replace(claim, direction=-1), runs)  # of a measure that should fall, the lowest is best
     assert row.numbers.at_least[:, 0] == pytest.approx([0.3 - 0.9, 0.0, 0.0])
+    best = [of(dict(contrast.treated_settings), "3", seed, 1.0) for seed in range(3)]
+    (row,) = verdicts(claim, runs + best)  # also at a rate that the other arm lacks
+    assert row.numbers.at_least[:, 0] == pytest.approx([0.7, 0.69, 0.68])
     (row,) = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])
     assert row.verdict == Verdict.UNDECIDED
     assert "has one value of optim.learning_rate" in row.why
@@ -150,6 +153,24 @@ def test_configurations_that_differ_otherwise_are_never_pooled() -> None:
     )
     both = verdicts(SCALAR, few() + [moved(one) for one in few() if one.value("format.name") == "bf16"])
     assert len(both) == 3  # the arm at another rate has no partner, and is left alone
+    farther = [
+        replace(one, settings=one.settings | {"lora.rank": "64"})
+        for one in map(moved, few())
+        if one.value("format.name") == "bf16"
+    ]
+    (why,) = {row.why for row in verdicts(SCALAR, [*farther, *(moved(one) for one in few())])}
+    assert why.endswith("the nearest two differ in optim.learning_rate")
+
+
+def test_an_arm_that_never_finished_takes_no_part() -> None:
+    """Not even beside a finished arm with the same settings otherwise."""
+    rows = verdicts(SCALAR, few())
+    changes = {LEARNING_RATE: "0.1"}
+    other = [replace(one, settings=one.settings | changes) for one in few()]
+    stopped = [one if one.value("format.name") == "bf16" else replace(one, status="interrupted") for one in other]
+    assert [row.verdict for row in verdicts(SCALAR, few() + stopped)] == [row.verdict for row in rows]
+    started = [replace(one, status="interrupted") for one in few() if one.value("format.name") == "bf16"]
+    assert all(row.lacks_runs for row in verdicts(SCALAR, started)), "no run of the arms beside it"
 
 
 def test_rows_of_arms_at_their_own_best_learning_rate_are_labelled_with_none() -> None:
@@ -368,11 +389,14 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
         for rate, factor in (("1", 1), ("2", 3), *((("3", 9),) if effect else ()))
         for seed in range(3)
     ]
-    row = verdicts(claim, runs)[0]
+    unfinished = replace(record(dict(contrast.control_settings) | {LEARNING_RATE: "3"}, 0, 0.3), status="interrupted")
+    row = verdicts(claim, [*runs, unfinished])[0]
     assert row.numbers.at_least[:, 0] == pytest.approx([0.2, 0.4, 0.6])  # by seed the mean of 1 and 3 times 0.1
     assert dict(row.conditions)[LEARNING_RATE] == "mean over 1, 2"
     single = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])[0]
     assert single.why == "the arms share no two values of optim.learning_rate to take the mean over"
+    apart = [run for run in runs if run.value(LEARNING_RATE) == ("1" if run.value("format.name") == "bf16" else "2")]
+    assert verdicts(claim, apart)[0].why == single.why
 
 
 def test_seeds_that_agree_by_luck_decide_nothing() -> None:
