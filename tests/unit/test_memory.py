@@ -54,4 +54,5 @@ def test_a_group_without_a_limit_takes_nothing_away(file: str, line: str, unlimi
 def test_a_process_moved_out_of_its_namespace_has_the_limit_of_the_root(mount: Path) -> None:
     memory.OWN_GROUPS.write_text("0::/../..")
     group(mount, memory.V2, "1000")
+    group(mount.parent, memory.V2, "10")  # no group's
     assert memory.size_bytes() == 1000

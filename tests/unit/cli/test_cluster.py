@@ -5,6 +5,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any, cast
 import pytest
 import submitit
 
-from qerl_lab.cli import cluster, launch, train
+from qerl_lab.cli import cluster, launch, scheduler, train
+from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.launch import SweepJob
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
+from qerl_lab.system import exits
 
 
 @pytest.mark.parametrize(("time", "minutes"), [
@@ -202,6 +205,29 @@ def test_a_job_near_its_time_limit_saves_before_it_is_put_back(job: SweepJob, mo
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert (job.run_dir / "signals").read_text() == "TERM"
+
+
+def test_a_second_ctrl_c_leaves_jobs_that_a_cluster_does_not_end(
+    job: SweepJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = list[int]()
+
+    def look() -> None:
+        assert job.stop_file.exists() == bool(looks), "the first stops"
+        looks.append(len(looks))
+        assert len(looks) < 5, "it waits for the job"
+        signal.raise_signal(signal.SIGINT)
+
+    progress = SimpleNamespace(update=look, is_running=lambda _: True)
+    monkeypatch.setattr(scheduler, "SweepProgress", lambda *_: progress)
+    monkeypatch.setattr(scheduler, "LOOK_SECONDS", {"slurm": 0.0})
+    monkeypatch.setattr(cluster, "submit_to_slurm", lambda *_: nullcontext([Future()]))
+    monkeypatch.setattr(exits, "STOPS", [])
+    plan = Plan([Job(0, [], replace(job.config, launcher="slurm"), job.run_dir)], job.stop_file.parent, True, True)
+    scheduler.run(plan, "the command")
+    assert looks == [0, 1]
+    assert exits.STOPS == [signal.SIGINT] * 2
+    assert job.stop_file.read_text() == launch.ABORT
 
 
 def test_a_sweep_for_a_cluster_is_planned_anywhere(

@@ -1,6 +1,7 @@
 """What is printed to be typed, pasted in a bash, is the word that was meant."""
 
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ def test_a_text_in_a_list_is_read_as_it_was(text: str) -> None:
 
 @pytest.mark.parametrize(("path", "typed"), [
     ("models/a-7B", "model.path=models/a-7B"), ("Meine Däten", "\"model.path='Meine Däten'\""),
+    ("Ann's Däten", "\"model.path='Ann\\'s Däten'\""),
+    ("Ann's new!", shlex.quote("model.path='Ann\\'s new!'")),  # a shell would read ! as a former command
 ])  # fmt: skip
 def test_a_line_to_type_is_what_people_type(path: str, typed: str) -> None:
     assert shell_override("model.path", path) == typed

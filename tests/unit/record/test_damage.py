@@ -1,5 +1,7 @@
 """A damaged record is refused in one sentence, which reports, sweeps, `resync` and `samples` share."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -113,15 +115,16 @@ def changed(node: Any, key: str, value: Any) -> Any:
     return replace(node, **{first: changed(getattr(node, first), rest, value) if rest else value})
 
 
-def save_checkpoint(run: RunDirectory, step: int) -> Path:
-    state = {"step": step, "prompts_seen": 4, "config": settings_of_run(run.config())}
+def save_checkpoint(run: RunDirectory, step: int, **more: Any) -> Path:
+    state = {"step": step, "prompts_seen": 4, "config": settings_of_run(run.config()) | more}
     return checkpoint.save(run.checkpoints, state, lambda folder: None, keep=2)
 
 
 def test_an_edited_configuration_is_refused_with_the_keys_that_the_checkpoint_has_otherwise(tmp_path: Path) -> None:
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
     was = run.config()
-    newest = save_checkpoint(run, 4)
+    save_checkpoint(run, 2)
+    newest = save_checkpoint(run, 4, **{"a.key.of.then": 8})
     edit(run, jobs_per_gpu=2, tracking__mlflow=False, device="cpu")  # where it ran makes no other run
     run.checked_metrics()
     edit(run, optim__learning_rate=0.5, aqn__norms=["input_layernorm"])
@@ -131,8 +134,28 @@ def test_an_edited_configuration_is_refused_with_the_keys_that_the_checkpoint_ha
     with pytest.raises(ConfigError, match=said):
         run.checked_metrics()
     assert was.optim.learning_rate != 0.5
-    (newest / "lab_state.json").write_text("{}")  # of a damaged checkpoint nothing is known
-    run.checked_metrics()
+    shutil.rmtree(newest)
+    with pytest.raises(ConfigError, match=r"step-000002 was trained with"):
+        run.checked_metrics()
+
+
+def with_another_rate(folder: Path) -> None:
+    state = json.loads((folder / "lab_state.json").read_text())
+    state["config"]["optim.learning_rate"] = 0.5
+    (folder / "lab_state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("harm", [
+    with_another_rate,
+    lambda folder: (folder / "lab_state.json").unlink(),
+    lambda folder: (folder / "manifest.json").write_text("{"),
+    lambda folder: (folder / "manifest.json").write_text("{}"),
+    lambda folder: (folder / "manifest.json").write_text("[]"),
+])  # fmt: skip
+def test_of_a_damaged_checkpoint_no_configuration_is_known(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
+    harm(save_checkpoint(run, 4))
+    run.refuse_edited_config()
 
 
 def test_an_extended_run_may_have_more_steps_than_its_checkpoint(tmp_path: Path) -> None:

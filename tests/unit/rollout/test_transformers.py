@@ -44,6 +44,13 @@ def test_a_models_own_sampling_defaults_do_not_reach_the_sampler(tmp_path, tiny,
     assert max(ranks) > 1  # top_k=2 would allow ranks 0 and 1
 
 
+def test_a_caller_may_stop_in_every_layer_of_a_token(policy, prompts) -> None:
+    """The first token takes the longest: it is sampled after all prompts have gone through the model."""
+    told = list[int]()
+    TransformersEngine(policy, batch_size=64).generate(prompts, 2, Sampling(1, seed=1), told.append)
+    assert told.count(0) >= policy.model.config.num_hidden_layers > 1
+
+
 def test_a_failure_inside_leaves_the_policy_as_it_was(policy, prompts, monkeypatch) -> None:
     engine = TransformersEngine(policy, batch_size=64)
     engine.sync(Noise(0.3, seed=0, step=1))

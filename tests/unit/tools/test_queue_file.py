@@ -2,15 +2,17 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from qerl_lab.cli.grammar import parse_options
 from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import queue_file
-from qerl_lab.tools.queue import PlanOptions, plan
+from qerl_lab.tools.queue import PlanOptions, RunOptions, plan
 from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Planned, Queue
 
 pytestmark = pytest.mark.usefixtures("composed_once")
@@ -184,6 +186,16 @@ def test_hours_are_of_the_arm_else_of_the_experiment_and_of_as_many_evaluations(
         assert {number: made.estimate(made.runs[number]).seconds for number in expected} == expected
 
 
+def test_an_estimate_says_of_which_runs_it_is(queue: Queue) -> None:
+    rows = [(1, DONE, "10", "0 of 0"), (2, DONE, "20", "0 of 0"), (3, DONE, "20", "0 of 0")]
+    for known, number, source in (
+        (rows, 1, "2 runs of its arm"), (rows, 5, "2 runs of bf16"), (rows[1:2], 1, "1 run of part formats"),
+        (rows[1:2], 6, "1 run of the queue"),
+    ):  # fmt: skip
+        made = with_rows(queue, *known)
+        assert made.estimate(made.runs[number]).source == f"median of {source}"
+
+
 def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other words make other runs: what the ledger has of another scale says nothing of them."""
     assert queue.estimate(queue.runs[1]).seconds == 600
@@ -192,7 +204,9 @@ def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: py
     assert made.estimate(made.runs[1]).seconds == 9
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
     assert len(other.rows) == 1
-    assert other.estimate(other.runs[1]).seconds > 3600  # from results/bench
+    estimate = other.estimate(other.runs[1])
+    assert estimate.seconds > 3600
+    assert estimate.source == "from the tokens/s in results/bench, each completion at its longest"
 
 
 def test_an_arm_that_died_says_nothing_of_the_hours(queue: Queue, tmp_path: Path) -> None:
@@ -230,6 +244,16 @@ def test_a_plan_says_why_a_further_run_does_not_fit(
     assert (f"\nto make them on a machine and pack their records: {line}\n" in printed) == (lines > 0)
 
 
+def test_the_line_that_a_plan_prints_makes_what_it_lists(queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
+    given = PlanOptions(
+        str(queue.folder / "queue.yaml"), 600, 2, 2, ["formats", "rates"], "steps=7 'task.instruction=a b'"
+    )
+    plan(given)
+    *_, words = capsys.readouterr().out.strip().rpartition("tools.queue run ")
+    options = parse_options(RunOptions, shlex.split(words), "queue")
+    assert options == RunOptions(**vars(given), pack="DIR")
+
+
 def test_a_plan_names_the_runs_that_lack_evaluations(queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
     with_rows(queue, (1, DONE, "60", "0 of 2"), (2, DONE, "60", "2 of 2"), (3, FAILED, "60", "0 of 2"))
     file = str(queue.folder / "queue.yaml")
@@ -243,12 +267,14 @@ def test_a_plan_names_the_runs_that_lack_evaluations(queue: Queue, capsys: pytes
 def test_the_minutes_of_a_part_are_the_mean_over_its_runs_left(
     queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of formats one run of bf16 and one of nvfp4 are left, of rates one at 1e-2."""
-    with_rows(queue, (1, DONE, "60", "0 of 0"), (2, DONE, "600", "0 of 0"), (5, DONE, "120", "0 of 0"))
+    """Of formats one run of bf16 and one of nvfp4 are left, of rates one at 1e-2, of the pilot none."""
+    seconds = {0: "180", 1: "60", 2: "600", 5: "120"}
+    with_rows(queue, *((number, DONE, taken, "0 of 0") for number, taken in seconds.items()))
     plan(PlanOptions(str(queue.folder / "queue.yaml")))
     cells = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[:4]}
     assert cells["formats"] == ["4", "2", "2", "5.5", "0.2"]  # of 1 and 10 minutes
     assert cells["rates"][2:] == ["1", "2.0", "0.0"]
+    assert cells["pilot"] == ["1", "1", "0", "3.0", "0.0"]
 
 
 def test_planned_lines_take_the_part_of_the_gpu_that_run_would_give_them(

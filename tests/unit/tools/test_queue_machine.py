@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import itertools
 import json
 import tarfile
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
+import psutil
 import pytest
 
 from qerl_lab.cli.scheduler import GpuPool
@@ -78,6 +81,27 @@ def test_a_stopped_machine_ends_its_process_and_starts_no_other(tmp_path: Path) 
     assert here.console_file(planned).read_text() == "7\n1\n"
 
 
+@pytest.mark.parametrize(("code", "last"), [
+    ("try: begin()\nexcept KeyboardInterrupt: time.sleep(0.1); print('cleaned up')", "cleaned up"),
+    ("signal.signal(signal.SIGINT, signal.SIG_IGN); begin()", ""),
+])  # fmt: skip
+def test_what_runs_when_the_time_is_up_may_clean_up_and_is_killed_if_it_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, last: str
+) -> None:
+    planned: Any = SimpleNamespace(key="one")
+    here = Machine(None, RunOptions(runs=str(tmp_path)), GpuPool(["0"], 1), time.monotonic())  # type: ignore[arg-type]
+    console = here.console_file(planned)
+    has_begun = property(lambda self: 0 if console.exists() and "\n" in console.read_text() else time.monotonic() + 9)
+    monkeypatch.setattr(Machine, "until", has_begun)
+    monkeypatch.setattr(command, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(command, "GRACE_SECONDS", 5.0 if last else 0.1)
+    begin = "import os, signal, time\ndef begin(): print(os.getpid(), flush=True); time.sleep(20)"
+    assert here._call(planned, ["-S", "-c", f"{begin}\n{code}"], {}) is None
+    pid, *said = console.read_text().split("\n")
+    assert last in said
+    wait_for(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE, 5)
+
+
 AFTER_ITS_DIRECTORY: dict[str, int | None] = {"stopped": None, "lost": -9, "interrupted": 130, "terminated": -15}
 
 
@@ -95,6 +119,8 @@ class Calls:
         self.weights, self.seconds = "", 3.0  # those of all sessions of a run
         self.packs, self.gpus = list[int](), list[str]()  # packs that lay there at each evaluation; the GPU of each run
         self.overrides: Sequence[str] = ()  # of the newest call
+        self.answers = False  # whether evaluations write answers, with their texts
+        self.at_evaluation: Callable[[], None] = lambda: None
 
     def __call__(self, machine: Machine, one: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         folder = machine.run_folder(one)
@@ -120,14 +146,24 @@ class Calls:
             if ending == FAILED:
                 directory.fail("CUDA error")
                 return 1
+            if ending == "refused in its process":
+                directory.fail("ConfigError: no such file")
+                return 2
             if self.weights:
                 (folder / self.weights).parent.mkdir()
                 (folder / self.weights).write_bytes(b"weights")
             directory.finish({"seconds": self.seconds})
             return 0
         self.packs.append(len(list(Path(machine.options.pack).glob("*.tar.gz"))))
+        self.at_evaluation()
         (folder / "evaluations" / ("one" if self.has_time else "one.partial")).mkdir(parents=True, exist_ok=True)
+        if self.answers:
+            self.write_answers(folder)
         return self.evaluation if self.has_time else None
+
+    def write_answers(self, run_dir: Path) -> None:
+        answers = pd.DataFrame({"completion": ["a text"], "correct": [True]})
+        answers.to_parquet(run_dir / "evaluations" / "one" / "eval.parquet", index=False)
 
 
 @dataclass
@@ -259,6 +295,7 @@ def test_a_run_that_died_before_it_began_is_named_with_its_output(lab: Lab, caps
 
 @pytest.mark.parametrize(("ending", "said", "is_failure"), [
     (FAILED, "failed: CUDA error", True),
+    ("refused in its process", "failed: ConfigError: no such file", True),
     ("lost", "ended with exit code -9", True),
     ("interrupted", "was stopped by a signal", False),
     ("terminated", "was stopped by a signal", False),
@@ -282,6 +319,40 @@ def test_an_evaluation_that_failed_fails_the_command(lab: Lab, capsys, code: int
     lab.calls.has_time, lab.calls.evaluation = True, code
     assert bool(lab.run("first")) == (code is not None)
     assert f"is trained, and its evaluation `accuracy questions=2` {how}; " in capsys.readouterr().out
+
+
+def test_all_evaluations_that_failed_are_named_and_their_run_is_counted_once(lab: Lab, capsys) -> None:
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("after: [", "after: [entropy, "))
+    lab.calls.has_time, lab.calls.evaluation = True, 1
+    assert lab.run("first").startswith("1 run failed in training or evaluation, see above: bf16-seed0")
+    said = capsys.readouterr().out
+    assert "its evaluation `entropy` ended with" in said
+    assert "its evaluation `accuracy questions=2` ended with" in said
+
+
+def test_packs_hold_the_answers_of_evaluations_without_their_texts(lab: Lab) -> None:
+    """Also the first pack of a command after one that was killed beside an evaluation that had ended."""
+
+    def packed_columns() -> set[str]:
+        (pack,) = lab.folder.glob("*/*.tar.gz")
+        with tarfile.open(pack) as packed:
+            (name,) = (name for name in packed.getnames() if name.endswith("eval.parquet"))
+            file = packed.extractfile(name)
+            assert file is not None
+            return {*pd.read_parquet(io.BytesIO(file.read()))}
+
+    lab.calls.has_time = lab.calls.answers = True
+    lab.run("packs")
+    assert packed_columns() == {"correct"}
+    (row,) = lab.folder.glob("machine/*/queue.json")
+    row.write_text(json.dumps(lab.rows()[0] | {"evaluations": "0 of 1"}))
+    seen = list[set[str]]()
+    lab.calls.at_evaluation = lambda: seen.append(packed_columns())
+    lab.calls.write_answers(row.parent)
+    lab.calls.answers = False  # a finished evaluation is not made again
+    lab.run("packs")
+    assert seen == [{"correct"}]
+    assert packed_columns() == {"correct"}
 
 
 def test_the_command_ends_with_1_if_a_run_failed(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
@@ -502,12 +573,17 @@ def test_a_run_of_which_another_attempt_counts_is_not_evaluated(lab: Lab) -> Non
     assert [row["start"] for row in read_ledger(lab.folder)] == ["on another machine"]
 
 
-def test_results_go_to_the_folders_of_all_parts_that_list_a_run(lab: Lab) -> None:
-    other = QUEUE.partition("parts:")[2].replace("formats", "other").replace("after", "into: other, after")
+def test_results_go_to_the_folders_of_all_parts_that_list_a_run(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    other = QUEUE.partition("parts:")[2].replace("formats", "other").replace("after", "into: the others, after")
     (lab.folder / "queue.yaml").write_text(QUEUE + other.strip("\n"))
     lab.run("first")
+    capsys.readouterr()
     lab.collect("first")
-    assert [folder for folder, _ in lab.merged] == [lab.folder.name, "other"]
+    assert [folder for folder, _ in lab.merged] == [lab.folder.name, "the others"]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"1 new row in {lab.folder}/ledger.csv",
+                    f"next: python -m qerl_lab.report {lab.folder}",
+                    f"next: python -m qerl_lab.report '{lab.folder}/the others'"]  # fmt: skip
 
 
 def test_a_run_goes_to_no_folder_of_another_part(lab: Lab) -> None:

@@ -1,6 +1,7 @@
 """Held-out questions over several ranks: who asks which, what the record has, and how all of them end together."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from qerl_lab.evaluate.accuracy import evaluation_seed
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import Completion, EngineFailed, OnDone, Rollout, Sampling
+from qerl_lab.system import terminal
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.run import Session, evaluate_heldout
@@ -97,6 +99,20 @@ def test_each_rank_asks_its_share_and_the_record_has_all(sessions) -> None:
     [line] = two[0].directory.metrics()
     assert line["metrics"]["eval/completion_tokens"] == 3
     assert line["metrics"]["eval/entropy_nats"] == pytest.approx((6 * 1.0 + 9 * 2.0) / 15), "a mean over all tokens"
+
+
+def test_the_progress_of_a_rank_stands_for_all_ranks_and_ends_at_the_number_of_completions(
+    sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = defaultdict[terminal.ProgressBar, list[int]](list)
+
+    def advance(bar: terminal.ProgressBar, count: int) -> None:
+        bar.now += count
+        shown[bar].append(bar.now)
+
+    monkeypatch.setattr(terminal.ProgressBar, "advance", advance)
+    [end.result() for end in ask(sessions(*threads(2)))]
+    assert sorted(shown.values()) == [[4, 8], [4, 8, 10]]
 
 
 def test_the_record_is_that_of_one_rank(sessions, tmp_path: Path) -> None:
