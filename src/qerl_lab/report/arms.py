@@ -51,11 +51,11 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
 
 
 def _questions_of(runs: Sequence[Run]) -> list[str]:
-    """Identify the questions of each run, as `SHA-256 of training/SHA-256 of held-out`; an empty text if unknown.
+    """Return a text for each run that is equal for equal questions, `SHA-256 of training/SHA-256 of held-out`.
 
     Older records lack a SHA-256. A missing SHA-256 of the held-out questions is taken from runs with the same training
     questions. If both are missing, both are taken from runs with the same path. If these runs disagree, it stays
-    missing.
+    missing. The text is empty if the questions are unknown.
     """
     training = [run.origin.training_sha256 for run in runs]
     heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])

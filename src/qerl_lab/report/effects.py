@@ -112,7 +112,10 @@ def _group_into_sides(claim: Claim, runs: Sequence[Run]) -> list[tuple[Arm, Side
 
 
 def _pair(claim: Claim, treated: Side, control: Side, context: Arm) -> Pair:
-    """Pair two sides that share the settings `context`; with `mean_over` at the values of this key that both have."""
+    """Make a pair of two sides that share the settings `context`.
+
+    With `mean_over` both keep only the values of this key that both have finished, if there are any.
+    """
     if claim.mean_over and (shared := treated.finished.keys() & control.finished.keys()):
         treated, control = (
             Side({value: runs for value, runs in side.started.items() if value in shared})

@@ -43,7 +43,10 @@ class ExportOptions(OutputOptions):
 
 
 def requested_run(options: ExportOptions) -> RunDirectory:
-    """Return the run to export. Raises ConfigError unless it is finished with an adapter and `out` may be written."""
+    """Check the options, and return the run that they ask to export.
+
+    Raises ConfigError unless the run is finished and has an adapter, and `out` may be written.
+    """
     run = RunDirectory(Path(options.run).expanduser().absolute())
     trains_all = run.config().trains_all  # first, which raises for a directory that is no run
     if run.status != "done":

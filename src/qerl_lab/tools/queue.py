@@ -258,7 +258,7 @@ def run(options: RunOptions) -> None:
 
 
 class End(NamedTuple):
-    """How a run, or one of its evaluations, ended here without being done. `how` completes a sentence about the run."""
+    """Why a run, or one of its evaluations, is not done here. `how` ends a sentence that begins with the run's key."""
 
     how: str
     is_failure: bool  # False if it was stopped, by a signal or because the time was up

@@ -155,6 +155,7 @@ def with_another_rate(folder: Path) -> None:
 def test_of_a_damaged_checkpoint_no_configuration_is_known(tmp_path: Path, harm: Callable[[Path], object]) -> None:
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
     harm(save_checkpoint(run, 4))
+    assert checkpoint.newest_config(run.checkpoints) == ("", {})
     run.refuse_edited_config()
 
 

@@ -124,7 +124,7 @@ def _share_layer(vllm_layer: nn.Module, parts: Layers) -> list[str]:
 
 
 def _engine_tensors(vllm_layer: nn.Module, layer: PackedLinear, first: int) -> tuple[dict[str, Tensor], Tiles | Marlin]:
-    """Return vLLM's tensors that hold the weight of the policy's `layer`, and the layout in which to read them.
+    """Return the tensors in which vLLM holds the weight of the policy's `layer`, and the layout to read them with.
 
     `vllm_layer` fuses several layers; `layer` begins at its row `first`. The global scale is the policy's own.
     """

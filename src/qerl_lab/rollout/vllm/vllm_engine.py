@@ -232,10 +232,10 @@ def build_llm(cfg: RunConfig, folder: Path, policy: Policy, backend: str, adapte
 
 
 def bytes_beside_cache(cfg: RunConfig, folder: Path, policy: Policy) -> int:
-    """Return the bytes of memory that vLLM's weights will take, and with lora=full gradients and optimizer state.
+    """Return the bytes that the key-value cache must leave free: for vLLM's weights, and with lora=full for training.
 
-    vLLM's weights are the files in `folder` and, with `dense_rows`, an unpacked copy. Gradients and optimizer state
-    belong to the trainer, which makes them after vLLM has taken its cache.
+    vLLM's weights are the files in `folder` and, with `dense_rows`, an unpacked copy. With lora=full the trainer
+    makes gradients and optimizer state after vLLM has taken its cache.
     """
     vllm_cfg = cfg.rollout.vllm
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
