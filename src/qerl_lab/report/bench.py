@@ -1,5 +1,6 @@
 """Read results of `python -m qerl_lab.bench` as tables with ratios to a baseline, and format them as text."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Formatter
@@ -23,6 +24,7 @@ SETTINGS = (
     "cuda_graphs", "dtype", "model_runner",
 )  # fmt: skip
 CLOCKS_APART = 0.03  # share by which GPU clocks may differ
+TOKENS_TO_TIME = 32  # a long call must have at least so many tokens more than a short one, to time a token
 Columns = Sequence[tuple[str, str]]  # for each column its head, and the format string of a row's cell
 OF_BASES = (("of BF16", "{of_bf16:.2f}"), ("of QLoRA", "{of_qlora:.2f}"))
 SPEED, ARM = ("tokens/s", "{tokens_per_second:,.0f}"), ("arm", "{arm}")
@@ -83,13 +85,16 @@ def measured(result: Result) -> pd.DataFrame:
     """Return the measured rows of a benchmark, with two ratios of tokens/s to a baseline: `of_bf16` and `of_qlora`.
 
     A row and its baseline agree in the columns `ALIKE`. In rollouts and steps the baselines are the stock arms: vLLM or
-    TRL as they are (`mark_baseline`). In train_step they are the lab's BF16 and bitsandbytes. Arms that died have no
-    rows; the table is empty if every arm died. Raises KeyError for a benchmark that is not in `ALIKE`.
+    TRL as they are (`mark_baseline`). In train_step they are the lab's BF16 and bitsandbytes. `decode_ms` is nan if
+    completions are too short to time a token. Arms that died have no rows; the table is empty if every arm died. Raises
+    KeyError for a benchmark that is not in `ALIKE`.
     """
     kind = result["benchmark"]
     rows = pd.DataFrame([row for row in result["steps" if "steps" in result else "rows"] if "died" not in row])
     if rows.empty:
         return rows
+    if kind == "rollout" and 0.75 * result["options"]["new"] < TOKENS_TO_TIME:  # a short call has a quarter of `new`
+        rows["decode_ms"] = math.nan
     if "loss" in rows:  # older files also have a row of a loss from whole logits
         rows = rows[rows["loss"] == "chunked"]
     bases = {base: rows["arm"].str.match(rf"{base}(_stock|_trl|$)") for base in ("bf16", "qlora")}

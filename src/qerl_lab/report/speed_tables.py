@@ -16,6 +16,7 @@ from qerl_lab.report.bench import Columns, Result, table_rows, with_ratios
 from qerl_lab.report.table import Table, format_number, without_constant_columns, without_empty_columns
 from qerl_lab.system.terminal import by_numbers, format_path
 
+PRINTED_PROMPT = 256  # tokens of a prompt in all its speed tables
 PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
 STEP_METRICS = {  # metric in paper.csv -> column of `printed_steps`
     "end-to-end training speedup vs BF16 LoRA": "table_3",
@@ -105,6 +106,8 @@ def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
         return rows.assign(batch=options["groups"] * options["group_size"], steps=options["steps"])
     least, most = (rows[f"tokens_per_second_{end}"].map(format_number) for end in ("min", "max"))
     rows["speed"] += (" [" + least + ", " + most + "]").where(rows["repeats"] > 1, "")
+    if options["prompt"] != PRINTED_PROMPT:  # such as prefill by itself, which the paper does not print
+        return rows.assign(printed_rank=0)
     return rows.assign(printed_rank=rows["rank"].where(rows["batch"] == 1, PRINTED_RANK))
 
 
@@ -164,7 +167,8 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
     """Build the table of rollouts: our tokens/s beside the paper's at the same model, format and batch.
 
     At batch 1 the LoRA ranks must be equal too. At other batches our row, whatever its rank, stands beside the paper's
-    row at `PRINTED_RANK`. `ours` has a frame per result.
+    row at `PRINTED_RANK`. Our row stands alone if its prompts do not have the paper's length. `ours` has a frame per
+    result.
     """
     papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
     place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)

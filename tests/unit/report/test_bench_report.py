@@ -69,6 +69,12 @@ def test_the_table_has_a_line_an_arm_and_batch_and_the_dead() -> None:
     assert not any(line.startswith("note:") for line in lines)
 
 
+def test_the_time_of_a_token_is_left_out_where_completions_are_too_short_to_tell() -> None:
+    short = rollouts([row("nvfp4", 150.0)])
+    short["options"]["new"] = 2
+    assert "4.50" not in bench.text(short)
+
+
 @pytest.mark.parametrize("older", [{"host_share": None}, {}], ids=["model runner 1", "file of before"])
 def test_the_hosts_share_is_left_out_where_it_was_not_measured(older: dict[str, Any]) -> None:
     told = bench.text(rollouts([row("nvfp4", 150.0)]))
@@ -168,4 +174,4 @@ def test_every_committed_result_has_an_origin_and_those_of_commands_a_table_and_
             assert figure is not None
             plt.close(figure)
             drawn.add(file.stem)
-    assert len(drawn) == 28
+    assert len(drawn) == 33

@@ -117,6 +117,22 @@ def test_steps_of_other_lengths_are_told_apart(tmp_path: Path) -> None:
     assert "lengths prompt 256, new 1,024" in made(tmp_path, steps(), steps()).tables[1].about
 
 
+def test_prompts_of_another_length_stand_beside_no_number_of_the_paper(tmp_path: Path) -> None:
+    prefill = rollouts()
+    prefill["options"] |= {"prompt": 2048, "new": 2}
+    row = cells(
+        made(tmp_path, rollouts(batch=64), rollouts(), prefill),
+        0,
+        "qwen2.5-7b, 8, 32",
+        "nvfp4",
+        "1,500 [1,350, 1,650]",
+        "1.50",
+        "3.00",
+        "-",
+    )
+    assert (row["lengths"], row["paper: of BF16"]) == ("prompt 2048, new 2", "-")
+
+
 def test_the_committed_training_steps_are_in_the_table_of_memory() -> None:
     speed = speed_tables.tabulate_files([Path(__file__).parents[3] / "results" / "bench"])
     found = cells(speed, 2, "qwen2.5-7b, bf16", "bf16", "train_step")
