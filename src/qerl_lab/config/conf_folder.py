@@ -54,19 +54,6 @@ def matching_option(group: str, settings: Mapping[str, str], keys: Collection[st
     return max(fit, key=lambda choice: fit[choice], default=None)
 
 
-def nearest_option(group: str, settings: Mapping[str, str], keys: Collection[str]) -> tuple[str, list[str]] | None:
-    """Return the option with the same name (`GROUP.name`) that differs from `settings` in fewest of `keys`, and these.
-
-    Returns None if the group has no such key, or no option has this name. The arguments are as in `matching_option`.
-    """
-    candidates = list[tuple[str, list[str]]]()
-    for choice in choices_of(group):
-        values, name = _values_of_option(group, choice), f"{group}.name"
-        if name in values and values[name] == settings.get(name):
-            candidates.append((choice, sorted(key for key in keys if settings.get(key) != values.get(key))))
-    return min(candidates, key=lambda option: len(option[1]), default=None)
-
-
 @cache
 def _values_of_option(group: str, choice: str | None) -> dict[str, str]:
     """Map every dotted key of a group to its value as text, under the option `choice`.

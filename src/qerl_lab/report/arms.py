@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from qerl_lab.config.conf_folder import matching_option, nearest_option
+from qerl_lab.config.conf_folder import matching_option
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import subset_in_words
 from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, TASK_PATH, Arm, Run, normalize
@@ -191,8 +191,7 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     A label shows only settings in which `runs` differ, without those that follow from the task's name. It shows a
     setting that the experiment declares (`Run.declared`) only if runs of the experiment differ in it. It shows any
     other setting only if at most half of the runs that do not declare it have the same value. The settings of a group
-    in `CHOICES` appear as one choice, such as `aqn=linear`. An algorithm with changed keys appears as the nearest
-    option and these keys, if that is shorter: `algorithm=dapo, algorithm.epsilon_high=0.1`.
+    in `CHOICES` appear as one choice, such as `aqn=linear`.
 
     If `keys_of_scales` finds keys, a label begins with `scale=NAME`, and the rest is as if there were only the runs of
     that scale.
@@ -254,15 +253,8 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
             if not own:
                 continue
             also = [key for key in differ if key.startswith(f"{group}.")]
-            choice, departing = matching_option(group, run.settings, also), list[str]()
-            if choice is None and (nearest := nearest_option(group, run.settings, also)):
-                choice, departing = nearest
-                if 1 + len(departing) >= len(own):  # no shorter than the settings themselves
-                    continue
-            if choice is not None:
+            if (choice := matching_option(group, run.settings, also)) is not None:
                 words = {key: word for key, word in words.items() if key not in own} | {own[0]: f"{group}={choice}"}
-                # keyed so that they are sorted directly after the choice
-                words |= {f"{own[0]} {key}": format_setting(key, run.value(key)) for key in departing}
         names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
         found[arm] = " = ".join(sorted(names)), [words[key] for key in sorted(words)]
     return found

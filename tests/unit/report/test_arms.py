@@ -69,13 +69,9 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
 
 
 @pytest.mark.parametrize(("runs", "expected"), [
-    # settings of one choice are called by it, of an algorithm with those that depart from it
+    # settings of one choice are called by it
     ([GRPO, *(adhoc("algorithm", **own) for own in (DAPO, DAPO_QERL, GSPO))],
      ["algorithm=grpo", "algorithm=dapo", "algorithm=dapo_qerl", "algorithm=gspo"]),
-    ([GRPO, adhoc("algorithm", **GSPO, beta=0.1)],
-     ["algorithm=grpo", "algorithm=gspo, algorithm.beta=0.1"]),
-    ([GRPO, adhoc("algorithm", **DAPO, epsilon_high=0.1)],
-     ["algorithm=grpo", "algorithm=dapo, algorithm.epsilon_high=0.1"]),
     ([OFF, adhoc(schedule="exponential", unit="kl"), adhoc(schedule="exponential"), adhoc(schedule="linear")],
      ["aqn=off", "aqn=kl", "aqn=exponential", "aqn=linear"]),
     ([OFF, adhoc(schedule="exponential", sigma_start=0.2)],
