@@ -220,11 +220,8 @@ def keys_of_scales(runs: Sequence[Run]) -> list[str]:
 
 
 def scale_by_arm(runs: Sequence[Run]) -> dict[Arm, str]:
-    """Map each arm to the name of its scale; to `A = B` if its runs name two, and to "" if one is not known."""
-    names = defaultdict[Arm, set[str]](set)
-    for run in runs:
-        names[run.arm].add(run.scale)
-    return {arm: "" if "" in found else " = ".join(sorted(found)) for arm, found in names.items()}
+    """Map each arm to the name of the scale of its last run; "" if it is not known."""
+    return {run.arm: run.scale for run in runs}
 
 
 def _spell_label(name: str, settings: Sequence[str]) -> str:

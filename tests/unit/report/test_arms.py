@@ -20,7 +20,6 @@ from qerl_lab.report.arms import (
     number_first,
     shorten,
 )
-from qerl_lab.report.comparison import compare, tabulate_scales
 from qerl_lab.report.runs import FINISHED, Origin, Run, run_from
 
 BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
@@ -132,16 +131,7 @@ def test_runs_of_two_scales_are_called_by_the_scale_and_what_differs_within_it()
         "bf16 (scale=qwen1_5b, optim.learning_rate=0.0003)", "bf16 (scale=pocket)", "nvfp4 (scale=pocket)",
     ]  # fmt: skip
     assert keys_of_scales(runs) == ["eval.questions", "model.path", "rollout.group_size", "steps"]
-    assert named(*runs, at("alias", "bf16", 3))[-1] == "bf16 (scale=alias = pocket)"
     assert named(at("pocket", "adhoc"), at("qwen1_5b", "adhoc", **QWEN)) == ["scale=pocket", "scale=qwen1_5b"]
-
-
-def test_runs_of_one_arm_that_name_two_scales_share_a_column_of_the_table_of_scales() -> None:
-    """Another arm has one of these names and other values."""
-    runs = [at("pocket", "bf16", 0), at("alias", "bf16", 1), at("pocket", "nvfp4", 0, **QWEN)]
-    head, *rows = tabulate_scales(compare(runs, {}), "key")
-    assert head == ["key", "alias = pocket", "pocket"]
-    assert ["steps", "600", "60"] in rows
 
 
 def test_scales_that_few_keys_tell_apart_or_that_are_not_known_are_not_named() -> None:
