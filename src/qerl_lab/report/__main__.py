@@ -11,7 +11,6 @@ from typing import Any
 from qerl_lab.cli.grammar import Command, run_subcommand
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import CLAIMS
-from qerl_lab.config.spelling import shell_override
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory, replace_file
 from qerl_lab.system.terminal import format_path
@@ -78,26 +77,15 @@ def verdicts(options: VerdictsOptions) -> None:
     """Run the command `verdicts`: test claims on the runs in `options.sweep`, and print the verdicts.
 
     The claims are those in the files `options.claims`, or the paper's if none is given. With `options.out` the verdicts
-    are also written there, as verdicts.json and verdicts.md. Raises ConfigError if that folder holds results of other
-    runs.
+    are also written there, as verdicts.json and verdicts.md.
     """
-    from qerl_lab.report import claims, comparison, results, verdict_tables
-    from qerl_lab.report.arms import run_key
+    from qerl_lab.report import claims, comparison, verdict_tables
     from qerl_lab.report.verdicts import judge
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
     sources = [Path(source).expanduser() for source in options.sweep]
     compared = comparison.read(sources, may_be_empty=bool(options.out))
     folder = Path(options.out).expanduser() if options.out else None
-    if folder and (folder / results.RUNS).exists():
-        there = comparison.compare(*results.read(folder))
-        # by key, because the name of a run is its path as it was typed
-        if {run_key(run) for run in there.runs} != {run_key(run) for run in compared.runs}:
-            advice = "Type another out="
-            if folder.resolve() in {source.resolve() for source in sources}:  # nothing is lost
-                whole = f"python -m qerl_lab.report {shlex.join(options.sweep)} {shell_override('out', folder)}"
-                advice += f", or make all of it: {whole}"
-            raise ConfigError(f"out={folder} holds results of other runs than these verdicts. {advice}")
     rows = judge(compared.counted, compared.runs, read or None)
     print(verdict_tables.text(compared, rows))
     beside = [str(source / CLAIMS) for source in sources if (source / CLAIMS).is_file()]

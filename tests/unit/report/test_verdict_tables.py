@@ -141,30 +141,6 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
     assert row["registered"].startswith("preregistered: all 8")
 
 
-def test_verdicts_do_not_go_beside_results_of_other_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_results("runs", "results/page")
-    make_run(sweep / "bf16-9", "bf16", 9, after=[0.5, 0.5, 0.75, 1.0], **ON_GSM8K)
-    assert main(["verdicts", "results/page", "out=results/page"]) == exits.OK
-    assert main(["verdicts", "results/page", "runs", "out=results/page"]) == exits.USAGE
-    said = "python -m qerl_lab.report results/page runs out=results/page"
-    assert capsys.readouterr().err.endswith(f"or make all of it: {said}\n")
-    assert main(["verdicts", "runs", "out=results/page"]) == exits.USAGE
-    assert capsys.readouterr().err.endswith("Type another out=\n"), "a report of `runs` would lose the results there"
-
-
-def test_runs_are_the_same_wherever_their_paths_are_typed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two machines may call different runs runs/bf16-0, and runs have other paths in another directory."""
-    for place, began in (("one", "2026-01-01T00:00:00"), ("other", "2026-01-02T00:00:00")):
-        make_run(here / place / "runs" / "bf16-0", "bf16", 0, began={"time": began}, **ON_GSM8K)
-    monkeypatch.chdir(here / "one")
-    save_results("runs", "../results/page")
-    assert main(["verdicts", "runs", "out=../results/page"]) == exits.OK
-    monkeypatch.chdir(here)
-    assert main(["verdicts", "one/runs", "out=results/page"]) == exits.OK
-    monkeypatch.chdir(here / "other")
-    assert main(["verdicts", "runs", "out=../results/page"]) == exits.USAGE
-
-
 def test_claims_beside_the_results_that_were_not_typed_are_named(sweep: Path, printed: Callable[..., str]) -> None:
     save_results("runs", "results/page")
     assert "claims of their own" not in printed("verdicts", "results/page")
