@@ -29,9 +29,8 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Run the command `report`: print a table that compares arms, and write the folder `options.out` if it is given.
 
-    If the reported results have a claims.yaml and that folder has none, it is copied there, so that the report tests
-    the claims of its results. Raises ConfigError for `bench` without `out`, for results with different claims, and as
-    `comparison.read`.
+    If the reported results have a claims.yaml and that folder has none, the first is copied there, so that the report
+    tests the claims of its results. Raises ConfigError for `bench` without `out`, and as `comparison.read`.
     """
     from qerl_lab.report import comparison  # pandas and scipy take a second
 
@@ -48,12 +47,6 @@ def report(options: ReportOptions) -> None:
         make_directory(folder, f"out={folder}")
         claims_files = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
         if claims_files and not (folder / CLAIMS).exists():
-            for other in claims_files[1:]:
-                if other.read_bytes() != claims_files[0].read_bytes():
-                    raise ConfigError(
-                        f"{format_path(claims_files[0])} and {format_path(other)} hold different claims; "
-                        f"allowed: one file. Copy the one to test to {format_path(folder / CLAIMS)}."
-                    )
             replace_file(folder / CLAIMS, claims_files[0].read_bytes())
             print(f"claims: those of {format_path(claims_files[0])}, copied to {format_path(folder)}")
         written = page.write(folder, compared, options.baseline, [Path(file).expanduser() for file in options.bench])
