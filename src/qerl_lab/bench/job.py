@@ -72,11 +72,6 @@ class Job:
         return 1 if self.is_baseline else self.overrides.get("gpus", 1)
 
     @property
-    def is_on_cpu(self) -> bool:
-        """Tell whether the arm's overrides select the CPU."""
-        return self.overrides.get("device") == "cpu"
-
-    @property
     def about(self) -> Row:
         """Return the columns that all rows of the arm share: model, arm, format, baseline, rank, gpus."""
         return {
