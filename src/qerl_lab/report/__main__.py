@@ -63,14 +63,14 @@ def report(options: ReportOptions) -> None:
 class VerdictsOptions:
     sweep: list[str] = option([], WHERE)
     claims: list[str] = option([], "files of claims to test; empty: the paper's, results/reference/claims.yaml")
-    out: str | None = option(None, "directory for verdicts.json and verdicts.md; null writes none")
+    out: str | None = option(None, "directory for verdicts.md; null writes none")
 
 
 def verdicts(options: VerdictsOptions) -> None:
     """Run the command `verdicts`: test claims on the runs in `options.sweep`, and print the verdicts.
 
     The claims are those in the files `options.claims`, or the paper's if none is given. With `options.out` the verdicts
-    are also written there, as verdicts.json and verdicts.md.
+    are also written there, as verdicts.md.
     """
     from qerl_lab.report import claims, comparison, verdict_tables
     from qerl_lab.report.verdicts import judge
@@ -89,9 +89,8 @@ def verdicts(options: VerdictsOptions) -> None:
         make_directory(folder, f"out={folder}")
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
-        replace_file(folder / "verdicts.json", verdict_tables.as_json(compared, rows, line).encode())
         replace_file(folder / "verdicts.md", verdict_tables.markdown(compared, rows, line).encode())
-        print(f"\nwritten: {format_path(folder)}  (verdicts.json, verdicts.md)")
+        print(f"\nwritten: {format_path(folder)}  (verdicts.md)")
 
 
 COMMAND = Command(

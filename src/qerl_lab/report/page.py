@@ -39,8 +39,8 @@ from qerl_lab.system.terminal import format_path
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}  # x axis -> end of the file name
-# Files that a report may write, and removes if an earlier one left them.
-OPTIONAL = ("arms.csv", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
+# Files that a report may write, or an older version wrote, and removes if an earlier one left them.
+OPTIONAL = ("arms.csv", "verdicts.json", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
             "figures/entropy-and-gain.png", "figures/effects.png")  # fmt: skip
 
 
@@ -85,7 +85,6 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}
-    files["verdicts.json"] = verdict_tables.as_json(compared, rows, line).encode()
     files["verdicts.md"] = verdict_tables.markdown(compared, rows, line).encode()
     if compared.arms:
         files["arms.csv"] = comparison.by_arm(compared, baseline).to_csv(index=False, float_format="%.6g").encode()

@@ -1,10 +1,8 @@
-"""Format verdicts as text, Markdown and JSON."""
+"""Format verdicts as text and as Markdown."""
 
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from scipy.stats import fisher_exact
 
@@ -16,10 +14,8 @@ from qerl_lab.report.comparison import Comparison, list_left_out, notes
 from qerl_lab.report.measures import FALLEN, MEASURES
 from qerl_lab.report.table import ANY, NONE, format_number, mean_and_interval
 from qerl_lab.report.verdicts import LEVEL, Row, family_sizes
-from qerl_lab.system.disk import strict_json
 from qerl_lab.system.terminal import columns
 
-SCHEMA = 4
 Conditions = tuple[tuple[str, str], ...]
 HOW_TO_READ = f"""\
 Effects are treated less control (of steps and tokens/s treated over control), paired by seed and question, with
@@ -199,7 +195,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     """Render verdicts.md: what decided each contrast, then accuracies and what was left out.
 
     `command_line` is the command that makes the file. Claims without a measured contrast are only named, and contrasts
-    with an arm without runs are only counted; `as_json` gives the reasons.
+    with an arm without runs are only counted; `text` gives the reasons.
     """
     letters, sizes = _letters(rows), family_sizes(rows)
     answered = {row.claim.name: row.claim for row in rows if row.numbers}
@@ -237,32 +233,3 @@ def pipe_table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of text as a Markdown table; the first row is its head."""
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
-def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.json: a row per contrast, the level and number of the tests, notes, and the runs left out.
-
-    `command_line` is the command that makes the file.
-    """
-
-    def as_data(row: Row) -> dict[str, Any]:
-        claim, numbers = asdict(row.claim), None
-        del claim["contrasts"]
-        if row.numbers:
-            numbers = {name: value for name, value in vars(row.numbers).items() if name not in ("at_least", "at_most")}
-            judged = row.judged
-            numbers |= {"p": judged and judged.p._asdict(), "adjusted": judged and judged.adjusted._asdict()}
-            numbers |= {"effect_by_seed": row.numbers.at_least.mean(1).tolist()}
-        return {
-            "claim": claim, "contrast": row.contrast.name, "treated": dict(row.contrast.treated_settings),
-            "control": dict(row.contrast.control_settings), "context": dict(row.context),
-            "conditions": dict(row.conditions), "registered": row.registered, "verdict": str(row.verdict),
-            "why": row.why, "finished": row.finished, "started": row.started,
-            "printed": [{"where": where, "effect": value} for where, value in row.printed], "numbers": numbers,
-        }  # fmt: skip
-
-    content = {
-        "schema": SCHEMA, "command": command_line, "level": LEVEL, "families": family_sizes(rows),
-        "rows": [as_data(row) for row in rows], "notes": notes(comparison), "left_out": comparison.left_out,
-    }  # fmt: skip
-    return strict_json(content).decode()

@@ -160,7 +160,7 @@ def test_without_the_runs_every_file_is_the_same(made: Path, here: Path) -> None
             path.unlink()
     assert main(["results/mine", "out=results/mine"]) == 0
     assert {path: path.read_bytes() for path in sorted(Path("results/mine").rglob("*.*"))} == before
-    assert len(before) == 26
+    assert len(before) == 25
     arms = pd.read_csv("results/mine/arms.csv")
     assert arms["arm"].tolist() == ["bf16", "nvfp4_aqn"]
     assert arms.loc[1, "difference_low"] < arms.loc[1, "difference"] < arms.loc[1, "difference_high"]

@@ -1,23 +1,22 @@
 """`python -m qerl_lab.report verdicts`: what it prints and writes, of whole sweeps and of parts of them."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from math import comb
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
 
 from qerl_lab.config.paths import sha256
+from qerl_lab.report import comparison
 from qerl_lab.report.__main__ import main
-from qerl_lab.report.claims import of_paper
+from qerl_lab.report.claims import of_paper, read
 from qerl_lab.report.verdict_tables import collapses, measured_cells, pipe_table
-from qerl_lab.report.verdicts import judge, paper_effects
+from qerl_lab.report.verdicts import Row, family_sizes, judge, paper_effects
 from qerl_lab.system import exits
 from run_directories import make_run, save_results
 from simulated_runs import record
@@ -39,10 +38,12 @@ def sweep(here: Path) -> Path:
     return here / "runs"
 
 
-def judged(*words: str, runs: str = "runs") -> dict[str, Any]:
-    """Run `verdicts` with these words; return verdicts.json of results/mine."""
+def judged(*words: str, runs: str = "runs") -> list[Row]:
+    """Run `verdicts` with these words, which writes results/mine/verdicts.md; return the rows behind it."""
     assert main(["verdicts", runs, *words, "out=results/mine"]) == exits.OK
-    return json.loads(Path("results/mine/verdicts.json").read_text())
+    found = comparison.read([Path(runs)])
+    files = [Path(word.removeprefix("claims=")) for word in words]
+    return judge(found.counted, found.runs, [claim for file in files for claim in read(file, str(file))] or None)
 
 
 def line_of(text: str, *words: str) -> str:
@@ -67,16 +68,15 @@ def test_it_says_what_was_measured_and_what_to_type_for_the_rest(sweep: Path, pr
     assert "runs/failed: failed (FloatingPointError: loss is NaN at step 3)" in text
 
 
-def test_the_files_have_every_number(sweep: Path) -> None:
+def test_the_rows_and_the_page_have_every_number(sweep: Path) -> None:
     found = judged()
-    assert len(found["rows"]) == sum(len(claim.contrasts) for claim in CLAIMS)
-    assert found["families"] == {"growth": 2, "gain": 1, "final": 2}
-    (row,) = (row for row in found["rows"] if row["claim"]["name"] == "final_accuracy")
-    numbers = row["numbers"]
-    assert (row["finished"], row["started"], numbers["seeds"], numbers["questions"]) == ([4, 4], [5, 4], 4, 4)
-    assert numbers["effect_by_seed"] == pytest.approx([0.1875 + seed / 100 for seed in range(4)])
-    assert numbers["effect"][0] == pytest.approx(0.2025)
-    assert [one["effect"] for one in row["printed"]] == pytest.approx([0.076, 0.027])
+    assert len(found) == sum(len(claim.contrasts) for claim in CLAIMS)
+    assert family_sizes(found) == {"growth": 2, "gain": 1, "final": 2}
+    (row,) = (row for row in found if row.claim.name == "final_accuracy")
+    assert (row.finished, row.started, row.numbers.seeds, row.numbers.questions) == ((4, 4), (5, 4), 4, 4)
+    assert row.numbers.at_least.mean(1) == pytest.approx([0.1875 + seed / 100 for seed in range(4)])
+    assert row.numbers.effect[0] == pytest.approx(0.2025)
+    assert [effect for _, effect in row.printed] == pytest.approx([0.076, 0.027])
     page = Path("results/mine/verdicts.md").read_text()
     assert "By `python -m qerl_lab.report verdicts runs`." in page
     assert "| 4 of 5, 4 of 4 |" in page
@@ -93,7 +93,7 @@ def test_the_files_have_every_number(sweep: Path) -> None:
     assert line_of(page, "These runs say nothing of").split("`")[1:-3:2] == at_one_rate
     for claim in CLAIMS:
         assert claim.name in answered or f" of {claim.name}" in without_runs or claim.name in at_one_rate
-    reasons = {(row["claim"]["name"], row["contrast"]): row["why"] for row in found["rows"]}
+    reasons = {(row.claim.name, row.contrast.name): row.why for row in found}
     assert reasons["initial_entropy", "nf4 against bf16"] == "no finished run of nf4 (0 started)"
 
 
@@ -129,16 +129,15 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
             settings = yaml.safe_load((run / "resolved.yaml").read_text())
             settings |= {"preregistration": "claims.yaml", "preregistration_sha256": recorded}
             (run / "resolved.yaml").write_text(yaml.safe_dump(settings))
-        found = judged("claims=claims.yaml")
-        (row,) = found["rows"]
-        assert row["registered"].startswith(said)
-        assert row["claim"]["file"]["sha256"] == digest
-        assert found["command"].endswith("claims=claims.yaml")
-        assert f"SHA-256 {digest[:12]}" in Path("results/mine/verdicts.md").read_text()
+        (row,) = judged("claims=claims.yaml")
+        assert row.registered.startswith(said)
+        assert row.claim.file.sha256 == digest
+        page = Path("results/mine/verdicts.md").read_text()
+        assert f"SHA-256 {digest[:12]}" in page
+        assert "claims=claims.yaml`" in page
     save_results("runs", "results/page")  # Parquet keeps the hash
-    Path("results/mine/verdicts.json").unlink()  # of the loop above
-    (row,) = judged("claims=claims.yaml", runs="results/page")["rows"]
-    assert row["registered"].startswith("preregistered: all 8")
+    (row,) = judged("claims=claims.yaml", runs="results/page")
+    assert row.registered.startswith("preregistered: all 8")
 
 
 def test_claims_beside_the_results_that_were_not_typed_are_named(sweep: Path, printed: Callable[..., str]) -> None:
@@ -160,8 +159,7 @@ def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     assert main(["results/page", "out=results/copy"]) == exits.OK
     assert "claims: those of results/page/claims.yaml, copied to results/copy" in capsys.readouterr().out
     assert Path("results/copy/claims.yaml").read_text() == CLAIMS_FILE
-    rows = json.loads(Path("results/copy/verdicts.json").read_text())["rows"]
-    assert [row["claim"]["name"] for row in rows] == ["ours"]
+    assert "- `ours`: noise helps" in Path("results/copy/verdicts.md").read_text()
 
 
 def test_what_verdicts_lack_is_made_by_the_queue_beside_the_claims(sweep: Path, printed: Callable[..., str]) -> None:
@@ -252,31 +250,31 @@ def test_the_gain_of_an_arm_may_be_negative() -> None:
     assert measured_cells(row)["control"] == "-0.700 [no spread] (3)"
 
 
-def row_of_own_claim(old: str, new: str) -> dict[str, Any]:
+def row_of_own_claim(old: str, new: str) -> Row:
     """The row of CLAIMS_FILE with a text replaced, judged on the runs."""
     Path("claims.yaml").write_text(CLAIMS_FILE.replace(old, new))
-    (row,) = judged("claims=claims.yaml")["rows"]
+    (row,) = judged("claims=claims.yaml")
     return row
 
 
 def test_runs_without_the_conditions_of_the_claims_are_not_judged_by_them(sweep: Path) -> None:
     row = row_of_own_claim("task.name: gsm8k", "task.name: bigmath")
-    assert row["why"] == "no finished run of noisy (0 started) and of plain (0 started)"
+    assert row.why == "no finished run of noisy (0 started) and of plain (0 started)"
 
 
 def test_fewer_seeds_than_planned_have_an_interval_and_no_verdict(sweep: Path) -> None:
     judged, early = row_of_own_claim("seeds: 4", "seeds: 4"), row_of_own_claim("seeds: 4", "seeds: 5")
-    assert judged["numbers"]["p"]["above"] < 0.5
-    assert "seeds would decide it" in judged["why"]
-    assert (early["verdict"], early["why"]) == ("undecided", "4 of 5 seeds: an interval, no verdict yet")
-    assert early["numbers"]["effect"] == judged["numbers"]["effect"]
-    assert [early["numbers"][name] for name in ("p", "adjusted")] == [None, None]
+    assert judged.numbers.p.above < 0.5
+    assert "seeds would decide it" in judged.why
+    assert (early.verdict, early.why) == ("undecided", "4 of 5 seeds: an interval, no verdict yet")
+    assert early.numbers.effect == judged.numbers.effect
+    assert early.judged is None
     page = Path("results/mine/verdicts.md").read_text()
     assert "Corrected for" not in page
     assert "To make what verdicts lack" in page
     for seed in (2, 3):  # an interval of two seeds says nothing
         shutil.rmtree(next(Path("runs").glob(f"*{seed}")))
-    assert row_of_own_claim("seeds: 4", "seeds: 5")["numbers"] is None
+    assert row_of_own_claim("seeds: 4", "seeds: 5").numbers is None
 
 
 def test_a_row_names_the_conditions_of_its_runs(sweep: Path, printed: Callable[..., str]) -> None:
