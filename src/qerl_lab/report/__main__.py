@@ -39,7 +39,7 @@ def report(options: ReportOptions) -> None:
             f"bench={','.join(options.bench)} does nothing without out. Type for example out=results/NAME."
         )
     sources = [Path(source).expanduser() for source in options.sweep]
-    compared = comparison.read(sources, may_be_empty=bool(options.out))
+    compared = comparison.read(sources)
     if options.out:
         from qerl_lab.report import page  # matplotlib takes another
 
@@ -52,11 +52,7 @@ def report(options: ReportOptions) -> None:
         written = page.write(folder, compared, options.baseline, [Path(file).expanduser() for file in options.bench])
         size = sum(path.stat().st_size for path in written)
         print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
-    if compared.arms:
-        baseline = comparison.baseline_of(list(compared.arms), options.baseline)
-        print(comparison.text(compared, baseline))
-    else:
-        print("\n  ".join(["No run finished:", *compared.left_out]))
+    print(comparison.text(compared, comparison.baseline_of(list(compared.arms), options.baseline)))
 
 
 @dataclass
@@ -77,7 +73,7 @@ def verdicts(options: VerdictsOptions) -> None:
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
     sources = [Path(source).expanduser() for source in options.sweep]
-    compared = comparison.read(sources, may_be_empty=bool(options.out))
+    compared = comparison.read(sources)
     folder = Path(options.out).expanduser() if options.out else None
     rows = judge(compared.counted, compared.runs, read or None)
     print(verdict_tables.text(compared, rows))

@@ -33,11 +33,8 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
     """Build the tables of report.html that compare arms: accuracy, entropy, collapse, speed.
 
-    `baseline` is the label of the arm that speeds are divided by, or None for no ratios. Returns an empty list if the
-    comparison has no arms.
+    `baseline` is the label of the arm that speeds are divided by, or None for no ratios.
     """
-    if not comparison.arms:
-        return []
     return [
         _accuracy_table(comparison),
         _entropy_table(comparison),

@@ -68,13 +68,13 @@ class Comparison:
         return [label for label, runs in self.arms.items() if not shared_machines(runs)]
 
 
-def read(folders: Sequence[Path], may_be_empty: bool = False) -> Comparison:
+def read(folders: Sequence[Path]) -> Comparison:
     """Read every run in `folders` (of runs or results), and group them into arms.
 
-    Raises ConfigError if no run counts, unless with `may_be_empty` there are unfinished or damaged runs to list.
+    Raises ConfigError if no run counts.
     """
     compared = compare(*results.read_all(folders))
-    if not compared.arms and not (may_be_empty and compared.left_out):
+    if not compared.arms:
         raise ConfigError("no run counts:\n  " + "\n  ".join(compared.left_out or ["there is none"]))
     return compared
 

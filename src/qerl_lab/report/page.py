@@ -40,7 +40,7 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}  # x axis -> end of the file name
 # Files that a report may write, or an older version wrote, and removes if an earlier one left them.
-OPTIONAL = ("arms.csv", "verdicts.json", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
+OPTIONAL = ("verdicts.json", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
             "figures/entropy-and-gain.png", "figures/effects.png")  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     speed = speed_tables.tabulate_files(bench)
     stored = results.to_tables(compared.runs, compared.damaged, compared.arm_of)
     compared = comparison.compare(*results.from_tables(stored))  # use only what the files hold from here on
-    baseline = comparison.baseline_of(list(compared.arms), wanted) if compared.arms else None
+    baseline = comparison.baseline_of(list(compared.arms), wanted)
     file = folder / CLAIMS
     own_claims = claims.read(file, format_path(file)) if file.exists() else None
     rows = judge(compared.counted, compared.runs, own_claims)
@@ -86,8 +86,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}
     files["verdicts.md"] = verdict_tables.markdown(compared, rows, line).encode()
-    if compared.arms:
-        files["arms.csv"] = comparison.by_arm(compared, baseline).to_csv(index=False, float_format="%.6g").encode()
+    files["arms.csv"] = comparison.by_arm(compared, baseline).to_csv(index=False, float_format="%.6g").encode()
     files["report.html"] = html(compared, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, stored)
     for old in {old for pattern in OPTIONAL for old in folder.glob(pattern)} - {folder / name for name in files}:
@@ -104,8 +103,6 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
     The sections are weight formats, each recorded curve with the paper's figures beside it, and diagnostics. Figures of
     speed, and figures by time, show only arms in which no run shared its machine.
     """
-    if not compared.arms:
-        return {}
     points, firsts = comparison.curves(compared), [runs[0] for runs in compared.arms.values()]  # a run of each arm
     styles = palette.styles_of_arms(compared.arms)
     alone = points[points["arm"].isin(compared.alone)]
@@ -198,8 +195,6 @@ def _list_counts(compared: Comparison, verdicts: Counter[Verdict]) -> list[tuple
 
 def _list_gaps(compared: Comparison) -> list[str]:
     """List up to two sentences: arms with unfinished runs (excluded from means), and arms without a finished run."""
-    if not compared.arms:
-        return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     counts = [(started - len(compared.arms[label]), started, label) for label, started in compared.started.items()]
     short = [f"{lacking} of {started} of {label}" for lacking, started, label in counts if lacking]
     gaps = [f"Means exclude unfinished runs: {'; '.join(short)}."] if short else []
@@ -243,12 +238,11 @@ def _list_provenance(compared: Comparison) -> list[tuple[str, list[str]]]:
     def format_time(seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
-    origins, times = [run.origin for run in compared.runs], []
+    origins = [run.origin for run in compared.runs]
     versions = [", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins]
-    if runs := compared.counted:
-        began = [datetime.fromisoformat(run.origin.began).timestamp() for run in runs if run.origin.began]
-        first = f"The first began {format_time(min(began))}, the" if began else "The"
-        times = [f"{first} last ended {format_time(max(run.ended for run in runs))}."]
+    began = [datetime.fromisoformat(run.origin.began).timestamp() for run in compared.counted if run.origin.began]
+    first = f"The first began {format_time(min(began))}, the" if began else "The"
+    times = [f"{first} last ended {format_time(max(run.ended for run in compared.counted))}."]
     listed = (
         ("Commands", with_counts(origin.command for origin in origins)),
         ("Code", with_counts(run.code for run in compared.runs)),

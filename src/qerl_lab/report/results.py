@@ -22,7 +22,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_override
 from qerl_lab.record.directory import RunDirectory, is_run
 from qerl_lab.report.arms import differing_keys, run_key
-from qerl_lab.report.runs import NO_STEPS, Origin, Run, read_run, run_from
+from qerl_lab.report.runs import Origin, Run, read_run, run_from
 from qerl_lab.system.disk import replace_file
 from qerl_lab.system.terminal import format_path
 
@@ -121,7 +121,7 @@ def to_tables(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[s
     no_questions = pd.DataFrame(columns=["run", "phase", "id", "accuracy"])
     return {
         RUNS: pd.DataFrame(rows),
-        STEPS: pd.concat(steps or [NO_STEPS.reset_index().assign(run="")], ignore_index=True),
+        STEPS: pd.concat(steps, ignore_index=True),
         QUESTIONS: pd.concat(asked or [no_questions], ignore_index=True),
     }
 

@@ -166,38 +166,27 @@ def test_without_the_runs_every_file_is_the_same(made: Path, here: Path) -> None
     assert arms.loc[1, "difference_low"] < arms.loc[1, "difference"] < arms.loc[1, "difference_high"]
 
 
-def test_where_no_run_finished_the_page_says_so(here: Path, printed: Callable[..., str]) -> None:
-    (make_run(here / "damaged" / "a", "bf16", 0) / "eval.parquet").unlink()
-    assert "damaged/a: damaged (eval.parquet is missing" in printed("damaged", "out=results/damaged")
-    assert main(["results/damaged", "out=results/damaged"]) == 0
+def test_where_no_run_finished_the_runs_are_named_and_nothing_is_written(
+    here: Path, printed: Callable[..., str]
+) -> None:
     (make_run(here / "runs" / "stopped", "bf16", 0) / "DONE").unlink()
-    stopped = "runs/stopped: interrupted, or still running (step 4 of 4)"
-    assert f"No run finished:\n  {stopped}" in printed("runs", "out=results/mine")
-    page = Path("results/mine/report.html").read_text()
-    assert "No run finished, so there is nothing to measure." in page
-    assert stopped in page
-    assert "<img" not in page
-    assert "supported: the effect is there" not in page  # how to read what is not there
-    shutil.rmtree("runs")
-    assert main(["results/mine", "out=results/mine"]) == 0
-    assert Path("results/mine/report.html").read_text() == page
-    assert main(["results/mine"]) == 2
-    (here / "empty").mkdir()
-    assert main(["empty", "out=results/empty"]) == 2
-    assert not Path("results/empty").exists()
+    said = printed("runs", "out=results/mine", code=2)
+    assert "no run counts:\n  runs/stopped: interrupted, or still running (step 4 of 4)" in said
+    assert not Path("results").exists()
 
 
 @pytest.mark.usefixtures("unrendered")
 def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(here: Path) -> None:
-    run, out = make_run(here / "runs" / "0", "nvfp4_aqn", 0), here / "out"
+    for arm in ("bf16", "nvfp4"):
+        make_run(here / "runs" / arm, arm, 0)
+    figures = here / "out" / "figures"
     assert main(["runs", "out=out"]) == 0
-    (out / "figures" / "mine.png").touch()
-    assert (out / "arms.csv").exists()
-    assert len(list((out / "figures").iterdir())) > 1
-    (run / "DONE").unlink()
+    assert (figures / "formats-by-step.png").exists()
+    (figures / "mine.png").touch()
+    shutil.rmtree(here / "runs" / "nvfp4")
     assert main(["runs", "out=out"]) == 0
-    assert [path.name for path in (out / "figures").iterdir()] == ["mine.png"]
-    assert not (out / "arms.csv").exists()
+    assert not (figures / "formats-by-step.png").exists()
+    assert (figures / "mine.png").exists()
 
 
 @pytest.mark.usefixtures("unrendered")
