@@ -142,19 +142,13 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
 
     Raises ConfigError if a file is missing, or is not what a report writes.
     """
-    tables = {}
-    for name in (RUNS, STEPS, QUESTIONS):
-        try:
-            tables[name] = pd.read_parquet(folder / name)
-        except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
-            raise ConfigError(
-                f"{folder / name} cannot be read ({in_one_line(error)}). Make it again: python -m qerl_lab.report RUNS "
-                f"{shell_override('out', folder)}."
-            ) from None
     try:
-        return from_tables(tables)
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{folder} is not what a report writes there ({error!r}). Make it again.") from None
+        return from_tables({name: pd.read_parquet(folder / name) for name in (RUNS, STEPS, QUESTIONS)})
+    except (OSError, KeyError, ValueError) as error:  # pyarrow's are ValueErrors
+        raise ConfigError(
+            f"{folder} does not hold what a report writes ({error!r}). Make it again: "
+            f"python -m qerl_lab.report RUNS {shell_override('out', folder)}."
+        ) from None
 
 
 def from_tables(tables: Tables) -> tuple[list[Run], dict[str, str]]:
