@@ -105,8 +105,7 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 def draw_effects(rows: Sequence[Row]) -> Figure | None:
     """Draw the effects of contrasts with 95% intervals, a panel per claim, and the paper's effects as diamonds.
 
-    A contrast with too few seeds for a verdict has a hollow point, and its number of seeds beside its name. A legend
-    names the marks. Returns None if no row has numbers.
+    A legend names the marks. Returns None if no row has numbers.
     """
     measured = [row for row in rows if row.numbers]
     panels = [list(own) for _, own in groupby(measured, lambda row: row.claim.name)]  # the rows of a claim each
@@ -127,9 +126,6 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         Line2D([], [], color="black", marker="o", label="measured, 95% interval"),
         Line2D([], [], **SMALLEST, label="smallest effect that matters"),
     ]
-    if not all(row.judged for row in measured):
-        too_few = "too few seeds for a verdict"
-        marks.append(Line2D([], [], color="black", marker="o", markerfacecolor="white", label=too_few))
     if any(row.printed for row in measured):
         marks.append(Line2D([], [], **PRINTED, label="the paper's effect"))
     columns = 3 if across > 1 else 1  # one panel is narrower than two entries of the legend
@@ -161,8 +157,7 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
         mean, *ends = row.numbers.effect
         widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
         shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
-        face = shade if row.judged else "white"
-        axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", markerfacecolor=face, capsize=3)
+        axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", capsize=3)
         for edge, end in enumerate(ends):
             if not math.isfinite(end):
                 arrow = {"arrowstyle": "->", "color": shade, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
@@ -170,8 +165,6 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
         printed = [value for _, value in row.printed]
         axis.plot(printed, [-place] * len(printed), **PRINTED)
         name = verdict_tables.name_of(row)
-        if not row.judged:
-            name += f" ({row.numbers.seeds} of {claim.file.seeds} seeds)"
         names.append(textwrap.fill(name, NAME_CHARS, break_long_words=False, break_on_hyphens=False))
     axis.set_yticks([-place for place in range(len(rows))], names)
     axis.set(title=claim.name.replace("_", " "), xlabel=_label_of(claim))

@@ -113,19 +113,6 @@ def test_effects_have_a_panel_per_claim_and_the_papers_values_beside(found: Comp
     assert diagnostics.draw_effects([row for row in rows if not row.numbers]) is None
 
 
-def test_an_effect_with_too_few_seeds_for_a_verdict_is_hollow_and_says_so(found: Comparison) -> None:
-    rows = [row for row in verdicts.judge(found.counted, found.runs) if row.claim.name == "initial_entropy"]
-    short = [replace(row, claim=replace(row.claim, file=replace(row.claim.file, seeds=5))) for row in rows]
-    for drawn, face, ending in ((rows, palette.FORMATS["nvfp4"], "against bf16"), (short, "white", "(3 of 5 seeds)")):
-        figure = diagnostics.draw_effects(drawn)
-        axis, (legend,) = figure.axes[0], figure.legends
-        assert ("too few seeds for a verdict" in [text.get_text() for text in legend.get_texts()]) == (drawn is short)
-        (point,) = (line for line in axis.lines if line.get_marker() == "o")
-        assert point.get_markerfacecolor() == face
-        (label,) = (" ".join(label.get_text().split()) for label in axis.get_yticklabels())
-        assert label.endswith(ending)
-
-
 def test_an_end_without_a_bound_is_an_arrow_and_a_ratio_has_no_unit(found: Comparison) -> None:
     row = next(row for row in verdicts.judge(found.counted, found.runs) if row.numbers)
     mean, low, _ = row.numbers.effect
