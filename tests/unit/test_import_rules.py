@@ -225,7 +225,7 @@ def test_these_modules_import_no_torch() -> None:
         "cli.train cli.compose cli.launch cli.intent cli.manual cli.grammar model.on_disk preflight tools.samples "
         "quantize.__main__ quantize.quantize_options evaluate.__main__ evaluate.evaluate_options bench.__main__ "
         "train.__main__ train.health "
-        "report.arms report.plots report.runs report.stats report.run_summary report.comparison "
+        "report.arms report.plots report.runs report.stats report.run_summary report.comparison report.page "
         "report.__main__ tools.warmup tools.export tools.search tools.queue tools.serve_line"
     )
     code = (

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from bench_jobs import job
-from qerl_lab import formats
 from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import arm_processes, bench_options, one_arm, train_step
-from qerl_lab.report import bench, palette
+from qerl_lab.report import bench
 
 OPTIONS = bench_options.TrainStepOptions(sequences=4, length=10, steps=2, rank=4)
 
@@ -111,9 +110,3 @@ def test_a_benchmark_is_printed_row_by_row_and_kept(
     assert err.count("\n") == len(training_steps())
     assert out.endswith(f"{tmp_path}/new/result.json  {tmp_path}/new/result.png\n")
     assert (tmp_path / "new" / "result.png").stat().st_size > 10_000
-
-
-def test_every_format_is_an_arm_and_has_a_colour() -> None:
-    assert set(bench_options.FORMATS) == set(formats.FORMATS)
-    assert set(bench_options.ARMS) - {"bf16_peft", "qlora"} == set(formats.FORMATS)
-    assert len({palette.color(name) for name in formats.FORMATS}) == len(formats.FORMATS)

@@ -17,7 +17,6 @@ from qerl_lab.report.arms import (
     fill_in_device,
     keys_of_scales,
     labels,
-    number_first,
     shorten,
 )
 from qerl_lab.report.runs import FINISHED, Origin, Run, run_from
@@ -163,20 +162,11 @@ def test_a_sweep_of_learning_rates_is_an_arm_a_rate_in_the_order_of_the_rates() 
     assert left_out == []
 
 
-def test_values_are_sorted_as_numbers_and_words_come_last() -> None:
-    assert sorted(["off", "10", "None", "-1", "9"], key=number_first) == ["-1", "9", "10", "None", "off"]
-
-
 def test_of_records_of_one_run_the_finished_one_counts_else_the_one_that_went_furthest() -> None:
     early, late = (replace(run("bf16"), status="interrupted", ended=ended) for ended in (1.0, 2.0))
     assert drop_copies([late, early]) == drop_copies([early, late]) == [late]
     finished = replace(early, status=FINISHED)
     assert drop_copies([finished, late]) == drop_copies([late, finished]) == [finished]
-
-
-@pytest.mark.parametrize("key", ["seed", "run_dir", "tracking.uri", "cpu_threads", "scale", "model.name", "resume"])
-def test_what_only_labels_or_places_a_run_makes_no_arm(key: str) -> None:
-    assert run("bf16", **{key.replace(".", "__"): "7"}).arm == run("bf16").arm
 
 
 def test_where_a_run_ran_makes_an_arm_however_it_was_asked_for() -> None:

@@ -4,18 +4,13 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pandas as pd
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.line_files import Sample
@@ -129,27 +124,19 @@ def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_nam
     assert not any("model.hash is not known" in note for note in comparison.notes(comparison.read([here / "runs"])))
 
 
-@pytest.mark.parametrize(("is_done", "kept", "says"), [
-    (True, [0, 1, 1, 2, 3], "has 1 step more than once"), (False, [0, 1], "lacks 2 of 4 steps"),
-])  # fmt: skip
-def test_report_resync_and_samples_agree_on_what_is_damaged(
-    tmp_path: Path, is_done: bool, kept: list[int], says: str
-) -> None:
+def test_report_resync_and_samples_agree_on_what_is_damaged(tmp_path: Path) -> None:
     """resync would put what is left in the place of a whole mirror."""
     run = make_run(tmp_path / "run", "bf16", 0)
     RunDirectory(run).append_samples([Sample(4, "7+5", "?", "12", {"answer": 1.0}, finished=True)])
-    if not is_done:
-        (run / "DONE").unlink()
-        state = {"step": 4, "prompts_seen": 4, "config": {}}
-        checkpoint.save(run / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=1)
     assert "step 4" in format_step(run, None)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[at] for at in kept))
-    with pytest.raises(ConfigError, match=rf"damaged \(metrics.jsonl {says}"):
+    (run / "metrics.jsonl").write_text("".join([*lines[:2], *lines[1:]]))
+    says = "metrics.jsonl has 1 step more than once"
+    with pytest.raises(ConfigError, match=rf"damaged \({says}"):
         comparison.read([run])
-    with pytest.raises(ConfigError, match=f"is damaged, and its mirror stays as it is. metrics.jsonl {says}"):
+    with pytest.raises(ConfigError, match=f"is damaged, and its mirror stays as it is. {says}"):
         resync(RunDirectory(run), f"sqlite:///{tmp_path}/none.db")
-    with pytest.raises(ConfigError, match=f"metrics.jsonl {says}"):
+    with pytest.raises(ConfigError, match=says):
         format_step(run, None)
 
 
@@ -325,22 +312,6 @@ def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, printed: Callable[.
         shutil.rmtree(sweep / f"bf16-{seed}")
     make_run(sweep / "aqn", "nvfp4_aqn", 0)
     assert "No arm is bf16: for differences type for example baseline=nvfp4." in printed("sweep")
-    for rate in (1e-4, 1e-3):
-        make_run(sweep / f"aqn-{rate}", "nvfp4_aqn", 0, optim__learning_rate=rate)
-    shutil.rmtree(sweep / "aqn")
-    for seed in range(3):
-        shutil.rmtree(sweep / f"nvfp4-{seed}")
-    assert "baseline='nvfp4_aqn (optim.learning_rate=0.0001)'." in printed("sweep")
-
-
-@pytest.mark.parametrize(("labels", "said"), [
-    (["nvfp4", "bf16_hot"], "No arm is bf16: for differences type for example baseline=nvfp4."),
-    (["nvfp4", "bf16 (steps=5)", "bf16 (steps=6)"],
-     "Several arms are bf16: for differences type for example baseline='bf16 (steps=5)'."),
-])  # fmt: skip
-def test_without_one_arm_of_bf16_an_example_of_a_baseline_is_given(labels: list[str], said: str) -> None:
-    found: Any = SimpleNamespace(arms=dict.fromkeys(labels))
-    assert comparison.describe_no_baseline(found) == said
 
 
 def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> None:
@@ -368,14 +339,3 @@ def test_a_wrong_word_is_answered_with_what_to_type(
     (make_run(sweep.parent / "unfinished" / "a", "bf16", 0) / "DONE").unlink()
     assert said in printed(*words, code=2)
     assert not list(Path("out").glob("*")), "no half of a report"
-
-
-def test_the_command_runs_without_torch_and_mlflow(sweep: Path) -> None:
-    code = (
-        "import sys, json; from qerl_lab.report import palette; from qerl_lab.report.__main__ import main;"
-        "palette.png = lambda figure: b''; main(['sweep/bf16-0', 'out=a']);"  # made and not rendered
-        "main(['verdicts', 'sweep']);"
-        "print(json.dumps(sorted({'torch', 'mlflow', 'transformers'} & set(sys.modules))))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert json.loads(out.splitlines()[-1]) == []
