@@ -1,6 +1,5 @@
 """Random checkpoints: what the quantize command would write, loaded by the lab, with text that has its length."""
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -101,20 +100,3 @@ def test_a_prompt_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
         assert len(ids) == 50
         assert loaded.decode(ids) == text
     assert isinstance(loaded.decode(list(range(301))), str)  # whatever a random model samples
-
-
-def test_prompts_of_two_calls_share_no_beginning() -> None:
-    calls = [random_model.prompt_ids(8, 20, 300, seed) for seed in range(20)]
-    beginnings = [tuple(prompt[:8]) for call in calls for prompt in call]
-    assert len(set(beginnings)) == len(beginnings) == 160
-    assert {0, 300}.isdisjoint(itertools.chain(*itertools.chain(*calls)))
-
-
-def test_the_end_token_cannot_be_sampled_and_others_end_at_the_asked_rate(tmp_path: Path) -> None:
-    never = policy_of(written(tmp_path / "never", "bf16"), "bf16")
-    assert never.end_ids() == [300]
-    assert never.tokenizer.eos_token_id == 300
-    ends = policy_of(written(tmp_path / "ends", "bf16", mean_tokens=10), "bf16").end_ids()
-    assert len(ends) == 31
-    assert ends[-1] == 300
-    assert min(ends) > 0

@@ -154,18 +154,15 @@ def test_of_several_arms_the_one_at_the_rate_of_most_is_the_paper_s_whatever_the
     }  # fmt: skip
 
 
-def test_runs_of_another_task_stand_beside_no_accuracy_and_no_entropy_on_gsm8k(tmp_path: Path) -> None:
+def test_runs_of_another_task_or_algorithm_stand_beside_no_accuracy_and_no_entropy_of_the_paper(tmp_path: Path) -> None:
     make_run(tmp_path / "0", "bf16", 0, task__name="bigmath")
     first, entropies, *_ = tables(comparison.read([tmp_path]), None)
     assert (first.title, first.rows[0][-1]) == ("Held-out accuracy", "pass@n after")
     assert "Table 1" not in first.about
     assert (entropies.title, entropies.rows[0][-1]) == ("Entropy of the policy", "last tenth")
     assert "paper" not in entropies.about
-
-
-def test_runs_of_another_algorithm_stand_beside_no_accuracy_by_grpo(tmp_path: Path) -> None:
-    make_run(tmp_path / "0", "bf16", 0, algorithm__name="gspo", **ON_GSM8K)
-    first, *_ = tables(comparison.read([tmp_path]), None)
+    make_run(tmp_path / "1", "bf16", 0, algorithm__name="gspo", **ON_GSM8K)
+    first, *_ = tables(comparison.read([tmp_path / "1"]), None)
     assert first.rows[0][-1] == "pass@n after"
 
 
