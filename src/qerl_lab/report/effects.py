@@ -171,8 +171,6 @@ class Numbers:
     guardrail: str  # `HELD`, `BROKEN` or `OPEN`; empty without one
     p: PValues = NOTHING_SHOWN
     adjusted: PValues = NOTHING_SHOWN  # corrected (Holm)
-    seeds_as_measured: int | None = None  # seeds that would decide if the effect is as measured
-    seeds_at_any_effect: int | None = None  # seeds that would decide whatever the effect is
 
 
 def measure_pair(claim: Claim, pair: Pair) -> Numbers:

@@ -297,7 +297,6 @@ def _leave_undecided(row: Row, numbers: Numbers, others: Sequence[PValues]) -> R
         why = f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
         if numbers.questions > 1:
             why += f" with {numbers.questions} questions: type a larger eval.questions"
-    numbers = replace(numbers, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
     why = "; ".join([why, *_reservations(row, numbers, reached)])
     return replace(row, numbers=numbers, verdict=Verdict.UNDECIDED, why=why)
 
