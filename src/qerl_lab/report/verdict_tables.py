@@ -215,7 +215,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     table = "No claim was measured."
     if shown:
         table = pipe_table([list(shown[0]), *(list(row_cells.values()) for row_cells in shown)])
-    parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(meanings)]
+    parts = ["# Verdicts on claims", f"By `{command_line}`.", "\n".join(meanings)]
     parts += [HOW_TO_READ] if shown else []
     parts += [*_basis(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
