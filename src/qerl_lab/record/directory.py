@@ -52,7 +52,7 @@ WRITTEN_IN_PLACE = ("", RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, "checkpo
 MARKS = (RESOLVED, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 PARQUET_ENDS = b"PAR1"  # a whole Parquet file begins and ends with it
 HALF_A_LINE = "ends in half a line"
-PUT_BACK = "Put it back as it was (MLflow keeps it among the run's artifacts), or start a new run."
+PUT_BACK = "Put it back as it was (if the run used MLflow, it is among the run's artifacts), or start a new run."
 # Keys that name a part of the lab. A user may add parts, so a record may name one that another installation lacks.
 PARTS = ("format.name", "aqn.schedule", "task.name", "algorithm.name", "rollout.engine")
 FILES_OF_A_REFUSED_RUN = {RESOLVED, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
