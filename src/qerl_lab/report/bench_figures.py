@@ -79,10 +79,14 @@ def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> 
 
 
 def _draw_step_times(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> Figure:
-    """Draw the seconds of a step: a bar per arm, split by phase. Other time, and all of TRL's, has its own color."""
+    """Draw the seconds of a step: a bar per arm, split by phase, or in a color of its own if no phase was timed.
+
+    The step and each phase have a median of their own, and these do not add up. So the phases share the step.
+    """
     rows = rows.set_index("arm")
-    parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
-    parts[NOT_SPLIT] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
+    parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).set_axis(PHASES, axis=1)
+    parts = parts.mul(rows["step_seconds"] / parts.sum(axis=1), axis=0).fillna(0.0)
+    parts[NOT_SPLIT] = rows["step_seconds"] - parts.sum(axis=1)
     colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {NOT_SPLIT: {"color": "0.8"}}
     ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
     asked = f"{options['groups']} x {options['group_size']} completions of at most {options['new']:,} tokens{ragged}"

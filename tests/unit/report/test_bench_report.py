@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -145,6 +146,18 @@ def steps() -> dict[str, Any]:
         "rows": [step("bf16_trl", 8.0), {"arm": "qlora_trl", "rank": 32, "died": "ValueError: x"}, step("nvfp4", 4.0)],
         "options": {"model": "m", "groups": 8, "group_size": 8, "new": 1024},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("train", [1.0, 3.0])
+def test_the_bar_of_a_step_is_as_long_as_the_step(train: float) -> None:
+    """Medians of phases add up to less than the median step, or to more."""
+    result = steps() | {"rows": [step("bf16_trl", 8.0), step("nvfp4", 4.0, train_seconds=train)]}
+    (axis,) = bench_figures.figure(result).axes
+    assert [text.get_text() for text in axis.texts] == ["8.0", "4.0"]
+    ends = [[bar.get_x() + bar.get_width() for bar in bars] for bars in axis.containers]
+    assert np.max(ends, axis=0) == pytest.approx([8.0, 4.0])
+    whole = next(bars for bars in axis.containers if bars.get_label() == "not timed apart")
+    assert [bar.get_width() for bar in whole] == pytest.approx([8.0, 0.0])
 
 
 def test_the_table_of_steps() -> None:
