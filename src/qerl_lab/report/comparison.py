@@ -138,14 +138,23 @@ def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
 def curves(comparison: Comparison) -> pd.DataFrame:
     """Tabulate the metrics by step of all runs that count (`Comparison.counted`): a row per run, metric and step.
 
-    The columns are run_id, arm, metric, step, seconds (the sum of step/seconds so far) and value.
+    The columns are run_id, arm, metric, step, seconds (the sum of step/seconds so far) and value. The columns low and
+    high are the 95% interval of the arm's held-out accuracy, as in the tables; nan for other metrics and for one seed.
     """
+    ends = {
+        (arm, is_after): mean_of_arm(matrix(runs, "after" if is_after else "before"), SHARE)[1:]
+        for arm, runs in comparison.arms.items()
+        for is_after in (False, True)
+    }
     frames = []
     for run in comparison.counted:
         seconds = run.steps["step/seconds"].astype("float64").fillna(0).cumsum()
         tidy = run.steps.melt(var_name="metric", ignore_index=False).reset_index()
-        tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=run.name, arm=comparison.arm_of[run.name])
-        frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value"]])
+        arm, is_accuracy = comparison.arm_of[run.name], tidy["metric"] == "eval/accuracy"
+        tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=run.name, arm=arm, low=math.nan, high=math.nan)
+        for is_after in (False, True):
+            tidy.loc[is_accuracy & ((tidy["step"] > 0) == is_after), ["low", "high"]] = ends[arm, is_after]
+        frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value", "low", "high"]])
     return pd.concat(frames, ignore_index=True)
 
 

@@ -243,12 +243,14 @@ def _draw_two_points(
 ) -> None:  # fmt: skip
     """Draw the mean of an arm before and after training, with 95% intervals; a thin dotted line joins the two.
 
-    Column `place` of `points` has x coordinates, which are averaged over the arm's seeds.
+    Column `place` of `points` has x coordinates, which are averaged over the arm's seeds. The ends of an interval are
+    in the columns `low` and `high`; where they are nan, the interval is over seeds.
     """
     x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
     for _, rows in points.groupby(points[STEP] > 0):
         values = rows["value"].to_numpy(float)
         mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(values[:, None]))
+        low, high = rows["low"].fillna(low).iloc[0], rows["high"].fillna(high).iloc[0]
         x.append(float(rows["place"].mean()))
         means.append(mean)
         ends.append((mean - low, high - mean))

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, ImageColor
 
+from qerl_lab.record.metrics import encode_line
 from qerl_lab.report import comparison, curves, palette, paper_curves
 from qerl_lab.report.stats import band_over_seeds, over_seeds
 from run_directories import make_run
@@ -21,7 +22,7 @@ def points(arms: list[str], seeds: int = 3, steps: int = 30, metric: str = "rewa
     """Seed s of an arm has the value step + s, and takes 2 + s seconds a step."""
     return pd.DataFrame([
         {"run_id": f"{arm}-{seed}", "arm": arm, "metric": metric, "step": step, "seconds": (2.0 + seed) * step,
-         "value": float(step + seed)}
+         "value": float(step + seed), "low": np.nan, "high": np.nan}
         for arm in arms for seed in range(seeds) for step in range(1, steps + 1)
     ])  # fmt: skip
 
@@ -102,6 +103,8 @@ def test_accuracy_before_and_after_has_two_points_with_intervals_and_no_curve_be
     _, low, high = band_over_seeds(np.array([[0.0, 0.3], [0.1, 0.4], [0.2, 0.5]]))
     drawn = [(segment[:, 1].min(), segment[:, 1].max()) for segment in segments]
     assert drawn == [pytest.approx(end) for end in zip(np.clip(low, 0, 1), high, strict=True)]
+    (axis,) = draw(table.assign(low=0.05, high=0.6), ACCURACY, curves.STEP, "bf16").axes  # known by question
+    assert [list(segment[:, 1]) for segment in axis.collections[0].get_segments()] == [pytest.approx([0.05, 0.6])] * 2
     (axis,) = draw(table, ACCURACY, curves.CLOCK, "bf16").axes
     assert list(means(axis)[0].get_xdata()) == [0, pytest.approx(1.5)]  # seeds end after 60, 90 and 120 s
     assert axis.get_xlabel() == "minutes of training steps: before and after them"
@@ -162,6 +165,23 @@ def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     found = comparison.curves(comparison.read([tmp_path]))
     assert found.loc[found["metric"] == "reward/mean", "seconds"].tolist() == [2, 4, 6, 8]
+
+
+def test_the_interval_of_an_accuracy_is_that_of_the_tables(tmp_path: Path) -> None:
+    """Two seeds with equal answers have no spread, but their questions have one."""
+    for seed in (0, 1):
+        run = make_run(tmp_path / str(seed), "bf16", seed, before=[0.0, 1.0, 1.0, 0.0], after=[1.0] * 4)
+        metrics = run / "metrics.jsonl"
+        lines = encode_line(0, {"eval/accuracy": 0.5}), metrics.read_bytes(), encode_line(4, {"eval/accuracy": 1.0})
+        metrics.write_bytes(b"".join(lines))
+    found = comparison.read([tmp_path])
+    (row,) = comparison.by_arm(found, None).to_dict("records")
+    points = comparison.curves(found).query("metric == 'eval/accuracy' and value.notna()")
+    assert sorted(points["step"]) == [0, 0, 4, 4]
+    for step, phase in ((0, "before"), (4, "after")):
+        ends = {(low, high) for low, high in points.loc[points["step"] == step, ["low", "high"]].to_numpy()}
+        assert ends == {(row[f"accuracy_{phase}_low"], row[f"accuracy_{phase}_high"])}
+    assert row["accuracy_before_low"] < row["accuracy_before"]
 
 
 def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
