@@ -370,7 +370,7 @@ def opening_lines(session: Session) -> str:
         f"learning rate {cfg.optim.learning_rate:g}, {task} with {len(data.questions):,} questions",
         f"{with_noun(cfg.steps, 'step')} of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions "
         f"of at most {cfg.rollout.max_completion_tokens:,} tokens, "
-        f"{session.sized_cfg.optim.micro_batch_size} at a time, seed {cfg.seed}",
+        f"micro-batches of {session.sized_cfg.optim.micro_batch_size}, seed {cfg.seed}",
     ]
     if session.resumed_from:
         lines.append(f"continuing after step {session.resumed_from}")

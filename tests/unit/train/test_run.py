@@ -137,7 +137,7 @@ def test_the_opening_lines_say_what_is_trained_on_what(tiny, tmp_path: Path, nam
     assert run_module.opening_lines(session).splitlines() == [
         f"adhoc at scale pocket: pocket in {weights}, no AQN, on cpu",
         "grpo, LoRA rank 4 (34,176 parameters), learning rate 1e-05, arithmetic with 14 questions",
-        "3 steps of 4 x 4 completions of at most 16 tokens, 8 at a time, seed 0",
+        "3 steps of 4 x 4 completions of at most 16 tokens, micro-batches of 8, seed 0",
         "note: 50 more questions are longer than rollout.max_prompt_tokens=48, and left out",
         "note: 949 held-out questions are longer than rollout.max_prompt_tokens=48, and left out",
     ]
