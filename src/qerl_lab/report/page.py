@@ -77,7 +77,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     if figure := diagnostics.draw_effects(rows):
         caption = (
             "Intervals are over seeds and questions. The smallest effect that matters is on the side that the claim "
-            "predicts, or on both."
+            "predicts, or on both. An arrow is an end that has no bound."
         )
         drawn = {"Effects": [Drawn("effects", "Effect of each contrast", palette.png(figure), caption)]} | drawn
     words = [format_path(folder), hydra_override("out", format_path(folder))]
