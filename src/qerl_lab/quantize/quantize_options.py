@@ -73,24 +73,17 @@ def check(options: QuantizeOptions) -> None:
             f"method={options.method} with format={options.format} is not possible: llmcompressor writes "
             f"{' and '.join(SCHEMES)}. Type method=rtn, or format={next(iter(SCHEMES))}."
         )
-    defaults = QuantizeOptions()
-    for key, value in vars(options).items():
-        if value != getattr(defaults, key) and (reader := _other_reader(options, key)):
-            raise ConfigError(f"{key}={spell_value(value)} is an option of {reader}")
+    is_rounded, defaults = options.method == "rtn", QuantizeOptions()
+    unread = dict.fromkeys(CALIBRATION, "method=awq and method=gptq") if is_rounded else {}
+    owners = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
+    unread |= {key: f"format={owner} with method=rtn" for key, owner in owners.items()
+               if owner != options.format or not is_rounded}  # fmt: skip
+    for key, reader in unread.items():
+        if (value := getattr(options, key)) != getattr(defaults, key):
+            raise ConfigError(
+                f"{key}={spell_value(value)} is an option of {reader}, and format={options.format} "
+                f"method={options.method} was given. Leave {key} out."
+            )
     check_apart(options, options.model)
     check_free(options, QUALITY)
     check_patterns("ignore", options.ignore)
-
-
-def _other_reader(options: QuantizeOptions, key: str) -> str | None:
-    """Return which other format or method reads the option `key`, and what to type; None if the chosen ones read it."""
-    if key in CALIBRATION and options.method == "rtn":
-        return f"method=awq and method=gptq; method=rtn reads no data. Leave {key} out, or type method=gptq."
-    formats_by_key = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
-    if key not in formats_by_key:
-        return None
-    if (owner := formats_by_key[key]) != options.format:
-        return f"{owner}, and format={options.format} was given. Leave {key} out, or type format={owner}."
-    if options.method != "rtn":
-        return f"method=rtn; llmcompressor, which does method={options.method}, has its own rule. Leave {key} out."
-    return None

@@ -75,9 +75,14 @@ def refused(capsys, *words: str, code: int = 2) -> str:
             ["format=bf16 is not allowed; allowed: fp8, mxfp4", "Type for example format=nvfp4"],
         ),
         ("model=pocket out=out format=nf4 method=gptq", ["method=gptq with format=nf4", "Type method=rtn"]),
-        ("model=pocket out=out double_quant=false", ["double_quant=false", "option of nf4", "Leave double_quant out"]),
-        ("model=pocket out=out exponent_rule=floor", ["option of mxfp4", "type format=mxfp4"]),
-        ("model=pocket out=out scale_rule=four_over_six method=awq", ["option of method=rtn", "method=awq"]),
+        (
+            "model=pocket out=out double_quant=false",
+            ["double_quant=false", "option of format=nf4", "Leave double_quant out"],
+        ),
+        (
+            "model=pocket out=out scale_rule=four_over_six method=awq",
+            ["scale_rule=four_over_six is an option of format=nvfp4 with method=rtn, and format=nvfp4 method=awq was"],
+        ),
         ("model=pocket out=out method=awq", ["needs llmcompressor", "extra `quantize`", "Type make quantize-env"]),
         ("model=pocket out=/dev/null/out", ["out=/dev/null/out cannot be written (Not a directory", "Type another"]),
         ("model=pocket out=out format=nf4 ignore=[lm_head,re:.*down_proj]", ["knows no re: patterns", "ignore=[lm_h"]),
