@@ -167,12 +167,9 @@ def _question_with_latex_answer(id: str, row: Row) -> Question:
     return Question(id, row.text("question"), row.number_or_text("answer"))
 
 
-def _aime(id: str, row: Row) -> Question:
-    """Make a question from a row of AIME. Raises BadRow if the answer is no whole number from 0 to 999."""
-    gold = row.number_or_text("answer")
-    if re.fullmatch(r"[0-9]{1,3}", gold) is None:
-        raise BadRow(f"has no whole number from 0 to 999 in {row.columns['answer']!r}: {gold[:80]!r}")
-    return Question(id, row.text("question"), gold)
+def _question_with_number(id: str, row: Row) -> Question:
+    """Make a question from a row, with a number as answer. Raises BadRow if the answer is none."""
+    return Question(id, row.text("question"), _number(row))
 
 
 def _number(row: Row) -> str:
@@ -184,6 +181,6 @@ def _number(row: Row) -> str:
 
 
 _MAKERS: dict[str, Make] = {
-    "dapo_math": _dapo_math, "math500": _question_with_latex_answer, "aime24": _aime, "aime25": _aime,
-    "amc23": lambda id, row: Question(id, row.text("question"), _number(row)),
+    "dapo_math": _dapo_math, "math500": _question_with_latex_answer,
+    **dict.fromkeys(("aime24", "aime25", "amc23"), _question_with_number),
 }  # fmt: skip
