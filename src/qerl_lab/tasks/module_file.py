@@ -88,14 +88,10 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
         for part, weight in given.items()
     ):
         raise ConfigError(f"{where} must return a dict of a number for each part, and returned {given!r:.80}.")
-    if shared := sorted(set(given) & set(PARTS)):
+    if taken := sorted(part for part in given if part in PARTS or f"reward/{part}" in METRICS):
         raise ConfigError(
-            f"{where} weighs {', '.join(shared)}; allowed: further parts. Type task.format_reward=X "
-            "or task.answer_reward=X."
-        )
-    if taken := sorted(part for part in given if f"reward/{part}" in METRICS):
-        raise ConfigError(
-            f"{where} weighs {', '.join(taken)}, but reward/{taken[0]} is another metric of the run. Rename the part."
+            f"{where} weighs {', '.join(taken)}, but reward/{taken[0]} is another metric of the run. Rename the part; "
+            "format and answer have the keys task.format_reward and task.answer_reward."
         )
     return set(given)
 
@@ -115,13 +111,14 @@ def _checked_questions(
         if len({question.id for question in questions}) < len(questions):
             raise ConfigError(f"{where} returned two questions of one id.")
         for question in questions:
-            returned = f"{where} returned the question {question.id!r:.80};"
-            if not all(isinstance(text, str) for text in (question.id, question.prompt, question.answer)):
-                raise ConfigError(f"{returned} its id, prompt and answer must be text.")
             try:
+                "".join((question.id, question.prompt, question.answer))
                 json.dumps(dict(question.payload))
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"{returned} its payload must be what JSON holds: {first_line(error)}.") from error
+                raise ConfigError(
+                    f"{where} returned the question {question.id!r:.80}; its id, prompt and answer must be text, and "
+                    f"its payload what JSON holds: {first_line(error)}."
+                ) from error
         known = Questions.of(questions)
         return Questions(known, known.left_out, [*known.notes, *notes])
 
@@ -139,27 +136,22 @@ def _checked_grade(
     """
 
     assert cfg.module is not None
-    module = cfg.module
+    module, where = cfg.module, f"task.module={cfg.module}: grade(texts, questions)"
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
         import numpy as np
 
-        where = f"task.module={module}: grade(texts, questions)"
         try:
             given = function(texts, questions)
         except Exception as error:  # the user's code can raise anything
             raise GraderFailed(f"{where} raised {_describe_error(error, module)}.") from error
-        if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
+        required = {"format", "answer", *(weighted if are_required else ())}
+        if not isinstance(given, dict) or not required <= set(given) <= {*PARTS, *weighted}:
             keys = f"the keys {', '.join(map(str, given)) or 'none'}" if isinstance(given, dict) else f"{given!r:.80}"
             raise ConfigError(
-                f"{where} must return a dict of scores with the keys format and answer, and returned {keys}."
+                f"{where} must return a dict of scores with the keys format, answer and those of weights(cfg), here "
+                f"{', '.join(sorted(weighted)) or 'none'}; and returned {keys}."
             )
-        if unknown := sorted(set(given) - {*PARTS, *weighted}):
-            raise ConfigError(
-                f"{where} returned {', '.join(unknown)}, for which weights(cfg) of the file has no weight."
-            )
-        if are_required and (missing := sorted(weighted - set(given))):
-            raise ConfigError(f"{where} did not return {', '.join(missing)}, for which weights(cfg) has a weight.")
         scores: Scores = {}
         for part, values in given.items():
             try:

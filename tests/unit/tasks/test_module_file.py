@@ -136,13 +136,13 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
     (ONE + "def train(cfg): return [Question('a', 'A?', '1'), Question('a', 'B?', '1')]", "two questions of one id"),
     ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
     (ONE + "def train(cfg): return [Question('a', 7, '1')]",
-     "train(cfg) returned the question 'a'; its id, prompt and answer must be text."),
+     "train(cfg) returned the question 'a'; its id, prompt and answer must be text, and its payload what JSON holds:"),
     (ONE + "def heldout(cfg): return [Question('a', 'A?', '1', {'seen': {1}})]",
-     "heldout(cfg) returned the question 'a'; its payload must be what JSON holds: "),
+     "must be text, and its payload what JSON holds: Object of type set is not JSON serializable."),
     (REWARD + "def weights(cfg): return None",
      "weights(cfg) must return a dict of a number for each part, and returned None."),
     (REWARD + "def weights(cfg): return {'format': 5.0}",
-     "weighs format; allowed: further parts. Type task.format_reward=X"),
+     "weighs format, but reward/format is another metric of the run. Rename the part; format and answer have the"),
     *[(REWARD + f"def weights(cfg): return {{'{part}': 1.0}}", f"weighs {part}, but reward/{part} is another metric")
       for part in ("mean", "<part>")],
     ("def weights(cfg): return {'short': 1.0}", "defines weights without grade. Define grade too."),
@@ -155,13 +155,13 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
 
 
 @pytest.mark.parametrize(("returned", "said"), [
-    ("3", "must return a dict of scores with the keys format and answer, and returned 3."),
-    ("{'answer': [1.0]}", "a dict of scores with the keys format and answer, and returned the keys answer."),
+    ("3", "must return a dict of scores with the keys format, answer and those of weights(cfg), here none; and"),
+    ("{'answer': [1.0]}", "answer and those of weights(cfg), here none; and returned the keys answer."),
     ("{'format': [1.0], 'answer': [1.0, 0.0]}",
      "must return in 'answer' a score from 0 to 1 for each of the texts, here 1, and returned 2: [1.0, 0.0]."),
     ("{'format': [1.0], 'answer': [1.5]}",
      "must return in 'answer' a score from 0 to 1 for each of the texts, here 1, and returned [1.5]."),
-    ("{'format': [1.0], 'answer': [1.0], 'short': [1.0]}", "returned short, for which weights(cfg) of the file has no"),
+    ("{'format': [1.0], 'answer': [1.0], 'short': [1.0]}", "here none; and returned the keys format, answer, short."),
     ("{'format': ['x'], 'answer': [1.0]}", "must return in 'format' a score from 0 to 1 for each"),
 ])  # fmt: skip
 def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str, said: str) -> None:
@@ -185,7 +185,7 @@ def test_an_error_in_grade_is_told_by_the_name_of_its_file_and_is_none_of_the_co
 
 def test_a_part_that_has_a_weight_is_returned(tmp_path: Path) -> None:
     task = load(tmp_path, "def weights(cfg): return {'short': 1.0}\n" + REWARD)
-    with pytest.raises(ConfigError, match=r"did not return short, for which weights\(cfg\) has a weight"):
+    with pytest.raises(ConfigError, match=r"weights\(cfg\), here short; and returned the keys format, answer\."):
         task.grade(["a"], [Question("", "?", "1")])
 
 
