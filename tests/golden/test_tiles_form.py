@@ -135,20 +135,13 @@ def test_a_linear_computes_with_the_same_bits(dtype: torch.dtype) -> None:
         check_same(layer.packed(), packed)
 
 
-@pytest.mark.parametrize(
-    ("form", "shape"),
-    [
-        (Tiles(32, 64, 192), (64, 192)),  # begins within a block
-        (Tiles(0, 96, 192), (96, 192)),
-        (Tiles(64, 256, 192), (256, 192)),  # ends beyond the tiles
-        (Tiles(-64, 64, 192), (64, 192)),
-        (Tiles(0, 64, 128), (64, 128)),  # a narrower weight
-        (Tiles(0, 64, 224), (64, 224)),
-        (Tiles(0, 64, 192), (128, 192)),  # another layer
-    ],
-    ids=str,
-)
-def test_rows_and_columns_that_are_not_there_are_refused(form: Tiles, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("form", "shape"), [
+    (Tiles(32, 64, 192), (64, 192)),  # begins within a block
+    (Tiles(64, 256, 192), (256, 192)),  # ends beyond the tiles
+    (Tiles(0, 64, 128), (64, 128)),  # a narrower weight
+    (Tiles(0, 64, 192), (128, 192)),  # another layer
+], ids=str)  # fmt: skip
+def test_rows_and_columns_that_are_not_there_are_not_read(form: Tiles, shape: tuple[int, int]) -> None:
     held, _ = held_in_tiles([anything(256, 192)], 2)
-    with pytest.raises(ValueError, match=r"packed as \[2, 2, 2, 2, 2304\], for a layer .* within 256 rows"):
+    with pytest.raises(AssertionError, match=r"Tiles\("):
         form.decoder(held, shape)

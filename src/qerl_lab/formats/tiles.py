@@ -75,19 +75,11 @@ class Tiles:
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of this part of `held`; it gives the same bits as `Nvfp4.decoder` on `stored(held)`.
-
-        Raises ValueError if `held` lacks these rows and columns, or if the Linear's `shape` is not (rows, columns).
-        """
+        """Return the decoder of this part of `held`; it gives the same bits as `Nvfp4.decoder` on `stored(held)`."""
         tiles, depth, _, tile, _ = held[TILES].shape
-        whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
-        inside = 0 <= self.first <= self.first + self.rows <= tiles * tile * BLOCK
-        if not whole or not inside or depth != depth_of(self.columns) or shape != (self.rows, self.columns):
-            raise ValueError(
-                f"{self} of a weight that is packed as {list(held[TILES].shape)}, for a layer {list(shape)}; allowed: "
-                f"the layer's rows and columns, multiples of {BLOCK} within {tiles * tile * BLOCK} rows and the "
-                f"columns of {depth} x {AT_A_TIME * DEPTH}"
-            )
+        are_whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
+        are_held = self.first + self.rows <= tiles * tile * BLOCK and depth == depth_of(self.columns)
+        assert (are_whole, are_held, shape) == (True, True, (self.rows, self.columns)), f"{self} of a layer {shape}"
         return Decoder(partial(self._unpack_part, held), held[DIVISOR].reciprocal().item())
 
     def _unpack_part(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
