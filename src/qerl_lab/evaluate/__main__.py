@@ -65,10 +65,8 @@ def entropy(options: EntropyOptions) -> None:
 def sigma(options: SigmaOptions) -> None:
     """Print KL(quantized || BF16) of each weight format and KL(noisy || BF16) of each sigma, to compare them.
 
-    Raises ConfigError for a model that cannot be measured, and if `sigmas` is empty.
+    Raises ConfigError for a model that cannot be measured.
     """
-    if not options.sigmas:
-        raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
     check_model(options.model)
     with terminal.quiet_imports():
         from qerl_lab.evaluate.sigma import run

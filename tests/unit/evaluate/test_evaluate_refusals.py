@@ -40,7 +40,6 @@ from qerl_lab.evaluate import __main__ as evaluate
         ("entropy formats=bf16 checkpoints=/no/where", "checkpoints=/no/where is no directory"),
         ("sigma sigmas=[abc]", "sigmas=[abc] is not allowed; allowed: a list of numbers. Type for example"),
         ("sigma sigmas=[0.1,inf]", "inf in sigmas=[0.1,inf] is not allowed; allowed: a finite number. Type for"),
-        ("sigma sigmas=[]", "sigmas=[] is empty; allowed: numbers above 0. Type for example"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
