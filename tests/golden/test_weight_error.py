@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from qerl_lab.evaluate import weight_error
-from qerl_lab.evaluate.weight_error import LayerWeights
 from qerl_lab.formats import Fp8, Mxfp4, Nf4, Nvfp4
 from qerl_lab.model.weight_files import WeightFiles
 
@@ -15,9 +15,9 @@ CPU = torch.device("cpu")
 FORMATS = [Nvfp4("max"), Nvfp4("four_over_six"), Mxfp4("round"), Mxfp4("ceil"), Nf4(True), Nf4(False), Fp8("auto")]
 
 
-def made(weight_format, seed: int = 0) -> LayerWeights:
+def made(weight_format, seed: int = 0) -> tuple[Tensor, Tensor]:
     weight = 0.05 * torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)) ** 3
-    return LayerWeights(weight, weight_format.dequantize(weight_format.quantize(weight), (64, 128), torch.float32))
+    return weight, weight_format.dequantize(weight_format.quantize(weight), (64, 128), torch.float32)
 
 
 def test_squares_are_summed_in_float64_and_no_ratio_without_both_has_decibels() -> None:
@@ -29,18 +29,18 @@ def test_squares_are_summed_in_float64_and_no_ratio_without_both_has_decibels() 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=repr)
 def test_the_error_is_that_of_all_layers_together(weight_format) -> None:
     noise = 1e-4 * torch.randn(64, 128, generator=torch.Generator().manual_seed(9))
-    other = made(weight_format, 1)
-    layers = [made(weight_format), other._replace(stored=other.stored + noise)]
+    other, stored = made(weight_format, 1)
+    layers = [made(weight_format), (other, stored + noise)]
     found = weight_error.sum_errors(layers)
-    whole = torch.cat([layer.stored - layer.weight for layer in layers]).double().square().sum()
-    signal = torch.cat([layer.weight for layer in layers]).double().square().sum()
+    whole = torch.cat([stored - weight for weight, stored in layers]).double().square().sum()
+    signal = torch.cat([weight for weight, _ in layers]).double().square().sum()
     assert found["relative"] == pytest.approx((whole / signal).item())
     assert found["sqnr_db"] == pytest.approx(10 * torch.log10(signal / whole).item())
 
 
 def test_without_an_error_there_are_no_decibels() -> None:
-    layer = made(Nvfp4("max"))
-    assert weight_error.sum_errors([layer._replace(stored=layer.weight)]) == {"relative": 0, "sqnr_db": None}
+    weight, _ = made(Nvfp4("max"))
+    assert weight_error.sum_errors([(weight, weight)]) == {"relative": 0, "sqnr_db": None}
 
 
 def test_what_a_method_wrote_is_read_from_its_files(tmp_path) -> None:
@@ -58,6 +58,6 @@ def test_what_a_method_wrote_is_read_from_its_files(tmp_path) -> None:
     files = [WeightFiles(tmp_path / folder) for folder in ("dense", "packed")]
     first, second = weight_error.layers(weight_format, *files, names, CPU)
     first_nearest, second_nearest = weight_error.layers(weight_format, files[0], None, names, CPU)
-    assert not torch.equal(first.stored, first_nearest.stored), "the smaller one of the two had the larger scale"
-    assert torch.equal(second.stored, second_nearest.stored)
-    assert all(torch.equal(layer.weight, dense["m.k_proj.weight"]) for layer in (second, second_nearest))
+    assert not torch.equal(first[1], first_nearest[1]), "the smaller one of the two had the larger scale"
+    assert torch.equal(second[1], second_nearest[1])
+    assert all(torch.equal(weight, dense["m.k_proj.weight"]) for weight, _ in (second, second_nearest))

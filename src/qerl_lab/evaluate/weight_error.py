@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +13,11 @@ from qerl_lab.model.weight_files import WeightFiles
 FIT_ROUNDS = 4
 
 
-class LayerWeights(NamedTuple):
-    """The weight of a Linear layer before quantization and after dequantization, each [N, K] in float32."""
-
-    weight: Tensor
-    stored: Tensor
-
-
 def layers(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles | None, linears: list[str], device: torch.device,
     *, fit_scales: bool = False,
-) -> Iterator[LayerWeights]:  # fmt: skip
-    """Yield the weights of each Linear in `linears` (full names) before and after quantization.
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Yield the weights of each Linear in `linears` (full names) before and after quantization, float32 [N, K] each.
 
     `dense` holds the original weights. `packed` is a quantized checkpoint of the same model; with None, the weights are
     rounded to nearest. `fit_scales` removes from the stored weights the scales that AWQ moved into the previous layer.
@@ -35,12 +27,12 @@ def layers(
         exact = {name: weight.float() for name, weight in weights.items()}
         if packed is not None:
             for name, weight in exact.items():
-                yield LayerWeights(weight, stored_weight(weight_format, packed, name, weight, fit_scales))
+                yield weight, stored_weight(weight_format, packed, name, weight, fit_scales)
             continue
         for name, tensors in pack_fused(weight_format, weights):
             weight = exact.pop(name)
             shape = (weight.shape[0], weight.shape[1])
-            yield LayerWeights(weight, weight_format.dequantize(tensors, shape, torch.float32))
+            yield weight, weight_format.dequantize(tensors, shape, torch.float32)
 
 
 def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight: Tensor, fit_scales: bool) -> Tensor:
@@ -65,14 +57,14 @@ def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
     return other
 
 
-def sum_errors(layers: Iterable[LayerWeights]) -> dict[str, float | None]:
-    """Sum the squared weight errors of the layers, in float64.
+def sum_errors(layers: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float | None]:
+    """Sum the squared weight errors of the layers, given as weight and stored weight, in float64.
 
     `relative` is |stored - weight|^2 / |weight|^2, `sqnr_db` its inverse in decibels.
     """
     signal = error = 0.0
-    for layer in layers:
-        signal, error = signal + sum_of_squares(layer.weight), error + sum_of_squares(layer.stored - layer.weight)
+    for weight, stored in layers:
+        signal, error = signal + sum_of_squares(weight), error + sum_of_squares(stored - weight)
     return {"relative": error / signal, "sqnr_db": decibels(signal, error)}
 
 

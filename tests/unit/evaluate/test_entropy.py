@@ -16,7 +16,6 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
 from qerl_lab.evaluate.evaluate_options import EntropyOptions
-from qerl_lab.evaluate.weight_error import LayerWeights
 from qerl_lab.model.weight_files import local_folder
 from qerl_lab.quantize import __main__ as quantize
 
@@ -151,9 +150,9 @@ def test_the_scales_that_awq_moved_away_are_no_error_of_a_weight(
 ) -> None:
     asked: list[bool] = []
 
-    def layers(*_: object, fit_scales: bool) -> Iterator[LayerWeights]:
+    def layers(*_: object, fit_scales: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         asked.append(fit_scales)
-        yield LayerWeights(torch.ones(1, 1), torch.ones(1, 1))
+        yield torch.ones(1, 1), torch.ones(1, 1)
 
     monkeypatch.setattr(entropy.weight_error, "layers", layers)
     cfg = entropy.run_config(EntropyOptions(), "nf4")
