@@ -135,13 +135,11 @@ class Nf4(Format):
         """Parse a `quantization_config` that this class or transformers wrote.
 
         The config lists the layers that are not quantized (`llm_int8_skip_modules`). If this list is null or missing,
-        only `lm_head` is not quantized, as in transformers. Raises ValueError for all but 4-bit NF4 stored in uint8.
+        only `lm_head` is not quantized, as in transformers. Raises ValueError for all but 4-bit NF4.
         """
         for key, value in {"load_in_4bit": True, "bnb_4bit_quant_type": cls.NAME}.items():
             if config.get(key) != value:
                 raise unsupported_entry(key, config.get(key), str(value))
-        if (storage := config.get("bnb_4bit_quant_storage", "uint8")) not in ("uint8", None):
-            raise unsupported_entry("bnb_4bit_quant_storage", storage, "uint8")
         skipped = config.get("llm_int8_skip_modules")  # null: transformers leaves lm_head dense
         ignore = ("lm_head",) if skipped is None else layer_names("llm_int8_skip_modules", skipped)
         return PackedAs(cls(double_quant=bool(config.get("bnb_4bit_use_double_quant", False))), ignore)

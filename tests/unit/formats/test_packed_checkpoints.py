@@ -113,7 +113,6 @@ def test_lists_of_others_are_read(weight_format: Format, written: dict, read: st
         (W8A8, {"group.input_activations.strategy": "tensor"}, "input_activations={'num_bits': 8, "),
         (NF4, {"load_in_4bit": False}, "load_in_4bit=False"),
         (NF4, {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4' cannot be loaded; allowed: nf4"),
-        (NF4, {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage='bfloat16'"),
         (NF4, {"llm_int8_skip_modules": "lm_head"},
          "llm_int8_skip_modules='lm_head' cannot be loaded; allowed: a list"),
     ],
