@@ -360,19 +360,12 @@ def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_
     assert "holds something else. Type another out" in capsys.readouterr().err
 
 
-def identity(cfg: RunConfig, names: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+def identity(
+    cfg: RunConfig, names: Sequence[str] = (), instruction: str = "", data: Any = None, **options: Any
+) -> dict[str, Any]:
     """The settings that tell an evaluation of a run with this configuration from others."""
-    asked = [SimpleNamespace(name=name, instruction="", data={}) for name in names]
+    asked = [SimpleNamespace(name=name, instruction=instruction, data=data or {}) for name in names]
     return accuracy_run.identifying_settings(AccuracyOptions(**options), subject.Subject("a run", cfg), asked)
-
-
-def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
-    usual, again, rule, ignore = (
-        identity(tiny(format__name="nvfp4", **how))
-        for how in ({}, {}, {"format__scale_rule": "four_over_six"}, {"format__ignore": ["lm_head", "down_proj"]})
-    )
-    assert usual == again
-    assert usual not in (rule, ignore)
 
 
 def test_an_evaluation_is_another_one_in_every_setting_that_changes_an_answer(tiny, tmp_path) -> None:
@@ -383,9 +376,13 @@ def test_an_evaluation_is_another_one_in_every_setting_that_changes_an_answer(ti
         "eval__temperature": 0.5, "eval__top_p": 0.5, "lora__rank": 8, "lora__alpha": 1.0, "format__name": "nf4",
     }.items():  # fmt: skip
         assert identity(tiny(**{key: value})) != usual, key
+    packed = {"format__name": "nvfp4"}
+    for how in ({"format__scale_rule": "four_over_six"}, {"format__ignore": ["lm_head", "down_proj"]}):
+        assert identity(tiny(**packed)) == identity(tiny(**packed)) != identity(tiny(**packed, **how))
     for options in ({"questions": 3}, {"common": True}, {"grading": "first_character"}):
         assert identity(tiny(), **options) != usual, options
-    assert identity(tiny(), ["gsm8k"]) != identity(tiny(), ["math500"])
+    for one in ({"names": ["math500"]}, {"instruction": "Be brief."}, {"data": {"heldout_sha256": "a"}}):
+        assert identity(tiny(), ["gsm8k"]) != identity(tiny(), **{"names": ["gsm8k"]} | one)
     adapters = []
     for content in (b"one", b"two"):
         (tmp_path / WEIGHTS).write_bytes(content)
@@ -395,16 +392,6 @@ def test_an_evaluation_is_another_one_in_every_setting_that_changes_an_answer(ti
         trained.cfg.model.path = str(tmp_path)
         adapters.append(accuracy_run.identifying_settings(AccuracyOptions(), trained, [])["adapter"])
     assert len({*adapters}) == 4
-
-
-def test_another_instruction_or_other_questions_are_another_evaluation() -> None:
-    def asked(instruction: str = "", **data: str) -> dict[str, Any]:
-        task = SimpleNamespace(name="gsm8k", instruction=instruction, data=data)
-        return accuracy_run.identifying_settings(AccuracyOptions(), subject.Subject("a run", RunConfig()), [task])
-
-    assert asked() == asked()
-    assert asked() != asked("Be brief.")
-    assert asked(heldout_sha256="a") != asked(heldout_sha256="b")
 
 
 def test_small_sets_get_more_samples_unless_somebody_says(tiny) -> None:

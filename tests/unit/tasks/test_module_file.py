@@ -229,16 +229,9 @@ def test_a_file_that_changed_after_the_run_was_composed_is_refused(tmp_path: Pat
         tasks.load(cfg)
 
 
-def test_a_path_is_kept_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    file(tmp_path, REWARD)
-    assert composed("task.module=mine.py").task.module == str(tmp_path / "mine.py")
-
-
 @pytest.mark.parametrize(("words", "said"), [
     ("task.module=nowhere.py", "nowhere.py is not there. Type the path of a Python file: task.module=FILE.py."),
     ("task.module=.", "is no Python file"), ("task.module=text.txt", "text.txt is no Python file"),
-    ("task.module=mine.py task.module_hash=abc", "task.module_hash=abc does not match"),
 ])  # fmt: skip
 def test_words_that_name_no_file_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
