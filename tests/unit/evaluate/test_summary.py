@@ -80,24 +80,15 @@ def test_a_partly_right_sample_counts_for_the_mean_and_not_for_a_pass() -> None:
     assert one["pass_at"]["2"]["mean"] == 0.5
 
 
-def test_one_sample_has_no_error_of_draws_and_one_question_no_error() -> None:
-    one = summarize(answers([[1.0]]))
-    assert (one["standard_error"], one["standard_error_of_draws"]) == (None, None)
-    assert "-" in table(summarize_each(answers([[1.0]]))).splitlines()[1].split()
-
-
-def test_the_table_has_a_row_a_benchmark_and_engine() -> None:
-    rows = pd.concat([answers([[1, 0], [1, 1]], name, engine) for name in ("a", "b") for engine in ("own", "common")])
-    lines = table(summarize_each(rows)).splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [["a", "own"], ["a", "common"], ["b", "own"], ["b", "common"]]
-    assert all("0.750" in line and "@2 1.000" in line for line in lines[1:])
-
-
-def test_each_number_of_the_table_stands_below_its_head() -> None:
+def test_the_table_has_a_row_a_benchmark_and_engine_with_each_number_below_its_head() -> None:
     """With two samples or more of any benchmark there is pass@k, without pass@1, which is the accuracy."""
     cut = answers([[1, 0], [1, 1]], format=0.5).assign(truncated=[True, False, False, False])
-    one, two = table(summarize_each(pd.concat([answers([[1.0]], "aime24"), cut]))).splitlines()[1:]
-    assert one.split()[-5:] == ["-", "-", "1.000", "10.0", "0.000"]
+    rows = pd.concat([answers([[1.0]], "aime24"), cut, answers([[1, 0], [1, 1]], engine="common")])
+    one, two, common = table(summarize_each(rows)).splitlines()[1:]
+    assert [line.split()[:2] for line in (one, two, common)] == [
+        ["aime24", "own"], ["gsm8k", "own"], ["gsm8k", "common"],
+    ]  # fmt: skip
+    assert one.split()[-6:] == ["-", "-", "-", "1.000", "10.0", "0.000"], "one question, one sample"
     assert two.split()[-6:] == ["@2", "1.000", "0.000", "0.500", "15.0", "0.250"]
 
 
