@@ -19,10 +19,10 @@ MAX_DIGITS = 1000  # a longer text is no plain number
 _NUMBER = re.compile(r"([-+]?)\s*(?:\\?\$\s*)?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)", re.ASCII)
 LIBRARY_SECONDS = 3.0  # CPU time limit of one comparison by math-verify; it usually takes 0.02
 MAX_LIBRARY_CHARACTERS = 300
-_LIBRARY_MACROS = re.compile(
-    r"\\(?:sum|prod|i+nt|oint|lim|sup|inf|max|min|gcd|lcm|cup|cap|setminus|bmod|pmod|mod|det|begin)(?![A-Za-z])"
-)
+_LIBRARY_MACROS = re.compile(r"\\(?:sum|prod|i+nt|oint|lim|sup|inf|max|min|cup|cap|setminus|det|begin)(?![A-Za-z])")
 _NOT_FOR_LIBRARY = re.compile(r"[A-Za-z]{4}|[eE][-+]?\d{3}|\d{40}|\^\s*\{?\s*-?\d{4}|[!@]")
+# math-verify compares only one side of a relation. A sign in braces is a bound: \sum_{k=1}.
+_RELATION = re.compile(r"(?:[=<>]|\\(?:[lg]e|ne|equiv|mod|in|approx)(?![A-Za-z]))(?![^{}]*\})")
 
 
 def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
@@ -104,7 +104,7 @@ def _form(text: str) -> Form | None:
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:
-    """Tell whether math-verify may read `text`: it is short, and has no prose and no huge numbers.
+    """Tell whether math-verify may read `text`: it is short, and has no relation, no prose and no huge numbers.
 
     `form` is the parsed text, which must be an expression or a matrix. If it is None, because parsing failed, `text`
     must have one of _LIBRARY_MACROS, such as a sum. Prose is refused, because math-verify picks a number out of it and
@@ -114,6 +114,8 @@ def _is_for_library(form: Form | None, text: str) -> bool:
     if isinstance(form, Named | Relation) or (isinstance(form, Several) and form.kind != "[]"):
         return False
     letters = re.sub(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+", " ", text)
-    if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:
+    if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters):
+        return False
+    if "\\text" in text or _RELATION.search(text):
         return False
     return form is not None or _LIBRARY_MACROS.search(text) is not None
