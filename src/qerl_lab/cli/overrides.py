@@ -1,7 +1,5 @@
 """Spell command-line overrides (`key=value`) for Hydra, check each, and turn Hydra's errors into messages."""
 
-import json
-import operator
 import os
 import re
 import shlex
@@ -21,21 +19,17 @@ from qerl_lab.config.conf_folder import choices_of, default_option_by_group
 from qerl_lab.config.keys import NUMBERS, TEXT, TYPES, check_type, describe_type, field_of_key, spell_value
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean, same_switch
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import quote_text, quoted, shell_override, without_quotes
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 CLASHES = ("Only one of --run", "The --resolve flag")  # Hydra's messages about flags that exclude each other
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
-# Hydra's messages about a YAML file of the user's. The first: without `# @package _global_` Hydra puts all keys of the
-# file below the file's group.
-NO_PACKAGE = re.compile(
-    r"In '((\w+)/[^']+)': [^\n]*\n(?:Cannot convert 'DictConfig'|Key '\2').*full_key: \2\n", re.DOTALL
+# Hydra's messages about a YAML file of the user's that is not laid out as docs/configuration.md shows.
+LAYOUT = re.compile(
+    r"In '((\w+)/[^']+)': (?:Could not override '.+@|Could not find '\2/\w+/|[^\n]*\n"
+    r"(?:Merge error: \w+ is not a subclass|(?:Cannot convert 'DictConfig'|Key '\2').*full_key: \2\n))",
+    re.DOTALL,
 )
-# A group has a value as if it were a key, such as `lora: rank64`.
-NO_GROUP = re.compile(r"In '([^']+)': [^\n]*\nMerge error: \w+ is not a subclass of (\w+)\. value: (.*)\n")
-# The defaults list names an option of another group without `override /`, so Hydra looks for it below the file's group.
-IN_DEFAULTS = re.compile(r"In '((\w+)/[^']+)': Could not find '\2/(\w+)/([^']+)'")
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 GROUPS = {  # the folders of conf/, and sweeps
     "experiment": "one arm (condition) of a comparison (+experiment=NAME)",
@@ -50,10 +44,6 @@ GROUPS = {  # the folders of conf/, and sweeps
     "optim": "the optimizer",
     "tracking": "where the metrics go",
     "sweeps": "a grid of runs, as a file of sweeps/ (+sweeps=NAME)",
-}
-GROUP_OF_CLASS = {  # VllmConfig -> rollout.vllm, for each group of keys in the schema
-    type(operator.attrgetter(group)(RunConfig())).__name__: group
-    for group in {name.rpartition(".")[0] for name in TYPES if "." in name}
 }
 
 
@@ -190,19 +180,11 @@ def explain(error: Exception) -> str:
             return str(error)
         case _ if found := re.fullmatch(r"Additional config directory '(.*)' not found", str(error)):
             return f"--config-dir {found[1]} is no directory. Type --config-dir DIR of one that is there."
-        case ConfigCompositionException() if found := re.match(r"In '([^']+)': Could not override '.+@", str(error)):
+        case HydraException() if found := LAYOUT.match(str(error)):
             return (
-                f"{found[1]}.yaml overrides options of other groups, and Hydra looks for them inside its own. "
-                "Write # @package _global_ as its first line."
-            )
-        case ConfigCompositionException() if found := NO_PACKAGE.match(str(error)):
-            return f"{found[1]}.yaml sets keys of all groups. Write # @package _global_ as its first line."
-        case ConfigCompositionException() if found := NO_GROUP.match(str(error)):
-            return _explain_value_of_group(*found.groups())
-        case MissingConfigException() if (found := IN_DEFAULTS.match(str(error))) and found[3] in GROUPS:
-            return (
-                f"In '{found[1]}': its defaults list has {found[3]}: {found[4]}, which Hydra looks for inside "
-                f"{found[2]}/. Write override /{found[3]}: {found[4]}."
+                f"{found[1]}.yaml is not laid out as Hydra reads it. Write # @package _global_ as its first line, "
+                "override /GROUP: OPTION in its defaults list, and each key indented below its group "
+                "(docs/configuration.md has a whole file)."
             )
         case ConfigCompositionException() if found := SEVERAL.match(str(error)):
             name, _, value = found[1].lstrip("+").partition("=")
@@ -233,23 +215,6 @@ def explain(error: Exception) -> str:
             place = re.match(r"In '[^']+': ", str(error))
             return (place[0] if place else "") + _explain_key(cause, cause.full_key)
     return " ".join((str(error) or str(error.__cause__)).split())
-
-
-def _explain_value_of_group(place: str, class_name: str, value: str) -> str:
-    """Return the message for the YAML file `place`, which gives a group of keys one value: `lora: rank64`.
-
-    Hydra names the group only by its class in config/schema.py, `class_name`.
-    """
-    group = GROUP_OF_CLASS.get(class_name, class_name)
-    problem = f"In '{place}': {group}: {value} gives a group of keys one value."
-    keys = f"its keys below {group.rpartition('.')[2]}:, indented"
-    if group not in GROUPS:  # a group of keys without options, such as rollout.vllm
-        return f"{problem} Write {keys}."
-    options = choices_of(group)
-    option = value if value in options else same_switch(value, options) or value
-    if same_switch(option, [option]):  # YAML would read off as false
-        option = json.dumps(option)
-    return f"{problem} Write override /{group}: {option} in its defaults list, or {keys}."
 
 
 def _is_command(name: str) -> bool:
