@@ -186,11 +186,6 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
         )
     is_text = keys.get(key.lstrip("+")) in TEXT
     one = f" For one value type {shell_override(key, value)}." if is_text else ""
-    first, last = (end if end in ("'", '"') else "" for end in (value[:1], value[-1:]))
-    if (first or last) and (first != last or len(value) == 1):
-        whole = shell_override(key, value.strip(first or last)) if is_text else f"{key}={value.strip(first or last)}"
-        also = f", or {shell_override(key, value)} if the quote is part of it" if is_text else ""
-        return ConfigError(f"{override} has one quote of a pair. Type {whole}{also}.")
     items = [item.strip() for item in value.split(",")]
     if not is_text and any(items) and not all(items) and not set("([{'\"") & set(value):
         values = [item for item in items if item]

@@ -18,7 +18,7 @@ from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
 from qerl_lab.config.conf_folder import choices_of, default_option_by_group
 from qerl_lab.config.keys import NUMBERS, TEXT, TYPES, check_type, describe_type, field_of_key, spell_value
 from qerl_lab.config.message import first_line
-from qerl_lab.config.option import ConfigError, did_you_mean, same_switch
+from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import quote_text, quoted, shell_override, without_quotes
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
@@ -26,7 +26,7 @@ CLASHES = ("Only one of --run", "The --resolve flag")  # Hydra's messages about 
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 # Hydra's messages about a YAML file of the user's that is not laid out as docs/configuration.md shows.
 LAYOUT = re.compile(
-    r"In '((\w+)/[^']+)': (?:Could not override '.+@|Could not find '\2/\w+/|[^\n]*\n"
+    r"In '((?!hydra/)(\w+)/[^']+)': (?:Could not override '.+@|Could not find '\2/\w+/|[^\n]*\n"
     r"(?:Merge error: \w+ is not a subclass|(?:Cannot convert 'DictConfig'|Key '\2').*full_key: \2\n))",
     re.DOTALL,
 )
@@ -150,7 +150,7 @@ def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigEr
     elif number and f"{group}.{number[1]}" in TYPES:
         hint = f" Type {group}.{number[1]}={number[2]}."
     else:
-        example = same_switch(value, options) or default_option_by_group().get(group, options[0])
+        example = default_option_by_group().get(group, options[0])
         hint = did_you_mean(str(value), options) or f" Type for example {group}={example}."
     return ConfigError(f"{group}={spell_value(value)} is not an option; allowed: {', '.join(options)}.{hint}")
 

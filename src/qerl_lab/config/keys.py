@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean, same_switch
+from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
 FIELDS: Mapping[str, Field[Any]] = {leaf.name: leaf.field for leaf in leaves(RunConfig())}  # by dotted key
@@ -128,7 +128,7 @@ def check_type(name: str, field: Field[Any], value: Any) -> None:
 
     `field` is the dataclass field of the key (see `option`). The message suggests the default, unless that is empty or
     a long text. Where a whole number is wanted and 1e3 was given, it suggests 1000, or raises the error of
-    `check_bounds` if 1000 is out of bounds. Where true or false is wanted and off was given, it suggests false.
+    `check_bounds` if 1000 is out of bounds. For true or false it suggests the one that is not the default.
     """
     kind: Any = field.type
     if has_type(value, kind):
@@ -140,8 +140,9 @@ def check_type(name: str, field: Field[Any], value: Any) -> None:
     if plain is int and isinstance(value, float) and value.is_integer():
         example = int(value)
         check_bounds(name, field.metadata, example)
-    choices = field.metadata["choices"] or (("false", "true") if plain is bool else ())
-    example = same_switch(value, choices) or example
+    elif plain is bool:  # somebody who types a switch changes it
+        example = not default
+    choices = field.metadata["choices"]
     allowed = ", ".join(choices) if plain is str and choices else describe_type(kind)
     raise ConfigError(
         f"{name}={spell_value(value)} is not allowed; allowed: {allowed}. "

@@ -7,12 +7,10 @@ import difflib
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
 BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))  # key of the metadata, and its wording
-SWITCHES = (("off", "none", "false", "no", "0"), ("on", "true", "yes", "1"))  # words for one position of a switch
 
 
 class ConfigError(ValueError):
@@ -82,14 +80,6 @@ def did_you_mean(given: str, allowed: list[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
-def same_switch(given: Any, allowed: Sequence[str]) -> str:
-    """Return the allowed word that switches as `given` does: off for no, true for on. Empty text if there is none."""
-    for words in SWITCHES:
-        if str(given).lower() in words:
-            return next((word for word in words if word in allowed), "")
-    return ""
-
-
 def check_bounds(name: str, bounds: Any, value: Any) -> None:
     """Raise ConfigError if `value`, or an item of it if it is a list, is out of bounds or none of the choices.
 
@@ -103,7 +93,7 @@ def check_bounds(name: str, bounds: Any, value: Any) -> None:
         if item is None:
             continue
         if choices and item not in choices:
-            allowed, example = ", ".join(choices), same_switch(item, choices) or choices[0]
+            allowed, example = ", ".join(choices), choices[0]
         elif isinstance(item, float) and not math.isfinite(item):
             allowed, example = "a finite number", str(1.0 if usual is None else usual)
         elif low is not None and item < low:
