@@ -19,15 +19,10 @@ from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.rules import largest_divisor
-from qerl_lab.config.schema import POCKET, SCHEDULES, AqnConfig, FormatConfig, RunConfig
+from qerl_lab.config.schema import POCKET, AqnConfig, FormatConfig, RunConfig
 from qerl_lab.config.task import TaskConfig
 from qerl_lab.model import on_disk
 
-CURVES = tuple(name for name in SCHEDULES if name not in ("off", "adaptive"))  # schedules that differ in shape
-# aqn.reading -> fewest aqn.stages with which all CURVES differ. With one stage less, a single stage lies between the
-# first noise and the last: halfway, where linear and cosine have the same value. With two less no stage lies between
-# them, and all CURVES are alike.
-STAGES_WITH_A_SHAPE = {"released": 5, "equation": 4, "algorithm": 4}
 CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 
 
@@ -221,16 +216,5 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Coll
         notes.append(
             f"aqn.stages={cfg.aqn.stages} in {with_noun(cfg.steps, 'step')}: some stages are skipped, the last among "
             f"them. Type for example aqn.stages={cfg.steps}{' aqn.reading=equation' if is_clean else ''}"
-        )
-    needed = STAGES_WITH_A_SHAPE[cfg.aqn.reading]
-    alike: tuple[str, ...] = ()
-    if cfg.aqn.stages == needed - 1:
-        alike = ("linear", "cosine")
-    elif cfg.aqn.stages < needed - 1:
-        alike = CURVES
-    if {"aqn", "aqn.schedule"} & set(typed) and cfg.aqn.schedule in alike and cfg.steps >= needed:
-        notes.append(
-            f"aqn.stages={cfg.aqn.stages} with aqn.reading={cfg.aqn.reading}: the schedules {', '.join(alike)} have "
-            f"the same noise at every step, so they are one run. Type aqn.stages={needed} or more to tell them apart"
         )
     return notes

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_lab.aqn.schedule import level
 from qerl_lab.cli import intent, launch, train
 from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
@@ -13,7 +12,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.keys import NOT_PROPOSED, SET_BY_LAB, TYPES, unknown_key_error
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import READINGS, RunConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
 from run_directories import claimed
 
@@ -455,23 +454,6 @@ def test_words_that_do_little_are_said():
     (note,) = only_job("format=bf16", "lora=full").notes
     assert note == "optim.learning_rate=0.001 is made for adapters; for all weights 1e-6 is usual"
     assert only_job("format=bf16", "lora=full", "optim.learning_rate=1e-6").notes == []
-
-
-@pytest.mark.parametrize("reading", READINGS)
-def test_schedules_that_are_one_run_are_said(reading):
-    needed = intent.STAGES_WITH_A_SHAPE[reading]
-    words = ["steps=12", f"aqn.reading={reading}"]
-    for stages, alike in ((needed - 2, intent.CURVES), (needed - 1, ("linear", "cosine")), (needed, ())):
-        jobs = {name: only_job(f"aqn={name}", f"aqn.stages={stages}", *words) for name in intent.CURVES}
-        levels = {
-            name: tuple(round(level(job.config.aqn, step, 12), 9) for step in range(1, 13))
-            for name, job in jobs.items()
-        }
-        assert {name for name in jobs if [*levels.values()].count(levels[name]) > 1} == {*alike}
-        assert {name for name, job in jobs.items() if job.notes} == {*alike}
-    (note,) = only_job("aqn=linear", f"aqn.stages={needed - 1}", *words).notes
-    assert note.endswith(f"Type aqn.stages={needed} or more to tell them apart")
-    assert only_job("+experiment=nvfp4_aqn", f"aqn.stages={needed - 1}", *words).notes == [], "no schedule was typed"
 
 
 def test_a_bug_in_the_callback_ends_the_command(monkeypatch):
