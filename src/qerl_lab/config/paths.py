@@ -37,12 +37,7 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
 
     if lora.start_from is not None:
         path = _absolute_path(lora.start_from)
-        weights, trained = adapter_folder(path) / WEIGHTS, Path(path) / "model"
-        if not weights.is_file() and (trained / "config.json").is_file():
-            raise ConfigError(
-                f"lora.start_from={lora.start_from} trained all weights (lora=full) and has no adapter; allowed: a "
-                f"run that trained one. Type model.path={trained} to begin with its weights."
-            )
+        weights = adapter_folder(path) / WEIGHTS
         if not weights.is_file():
             raise ConfigError(
                 f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or "

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 from qerl_lab.config.arm import REMOVED, leaves, values_of
 from qerl_lab.config.conf_folder import choices_of, default_option_by_group
 from qerl_lab.config.keys import check_type, is_met, parse_condition, spell_value, unknown_key_error
-from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean, spelled_number
+from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, VllmServerConfig
 
 TILES_RANKS, TILES_MAX_RANK = 8, 128  # the kernel fp4_tiles takes ranks 8, 16 ... 128
-VLLM_MAX_TEMPERATURE = 2.0  # SamplingParams of vLLM refuses more, at the first sampling
 
 
 class Needs(NamedTuple):
@@ -38,12 +37,6 @@ NO_KERNEL = "rollout.vllm.linear_backend=auto"
 VLLM_FORMATS = "bf16|fp8|mxfp4|nf4|nvfp4"  # vLLM reads their checkpoints and has kernels for them
 NEEDS = (
     Needs("optim.name=adamw_8bit", "device!=cpu", "it computes on a GPU", "optim=adamw, or device=cuda"),
-    Needs("format.dense_cache=on", "device!=cuda",
-          "it holds the dense weights that the format is there to save", "format.dense_cache=off, or format=bf16"),
-    Needs("model.attention=flash_attention_2", "device!=cpu", "it computes in bfloat16 on a GPU",
-          "model.attention=sdpa, or leave device out"),
-    Needs("model.attention=flash_attention_2", "model.dtype!=float32", "it computes in bfloat16 on a GPU",
-          "model.attention=sdpa, or leave model.dtype out"),
     Needs("optim.packing=on", "model.attention=sdpa", "it trains by an attention of its own",
           "model.attention=sdpa, or optim.packing=off"),
     Needs("algorithm.name=cispo", "algorithm.epsilon_low=1|1.0",
@@ -337,9 +330,6 @@ def check_patterns(name: str, entries: list[str]) -> None:
 def _check_engine_options(cfg: RunConfig) -> None:
     """Raise ConfigError if an option of a rollout engine cannot work, where no row of `NEEDS` says so."""
     vllm, rollout, rank = cfg.rollout.vllm, cfg.rollout, cfg.lora.rank
-    check_temperature("rollout.temperature", rollout.temperature, rollout.engine)
-    if cfg.eval.questions or cfg.eval.every:
-        check_temperature("eval.temperature", cfg.eval.temperature, rollout.engine)
     if cfg.device == "cpu":
         check_engine_on_cpu(cfg, "device=cpu was given")
     if vllm.linear_backend == "fp4_tiles" and not fp4_tiles_takes_rank(rank):
@@ -364,16 +354,6 @@ def _check_server(server: VllmServerConfig) -> None:
         raise ConfigError(
             f"rollout.vllm_server.url={server.url} is another host, and the server reads the adapter's files itself. "
             "Type rollout.vllm_server.adapter_dir=DIR, a folder that both hosts see under one path."
-        )
-
-
-def check_temperature(key: str, temperature: float, engine: str) -> None:
-    """Raise ConfigError if the rollout engine cannot sample at `temperature`, the value of the key `key`."""
-    if engine in ("vllm", "vllm_server") and temperature > VLLM_MAX_TEMPERATURE:
-        most = spelled_number(VLLM_MAX_TEMPERATURE)
-        raise ConfigError(
-            f"{key}={temperature:g} with rollout.engine={engine} is not allowed, because vLLM refuses to sample at it; "
-            f"allowed with it: at most {most}. Type {key}={most}, or rollout=transformers."
         )
 
 

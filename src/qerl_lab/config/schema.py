@@ -25,6 +25,7 @@ LAUNCHERS = ("local", "slurm", "ray")
 ALGORITHMS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 KL_ESTIMATORS = ("k3_ratio", "k3")
 DEVICES = ("auto", "cpu", "cuda")
+MAX_TEMPERATURE = 2.0  # of vLLM's SamplingParams
 
 
 @dataclass
@@ -55,8 +56,8 @@ class FormatConfig:
     )
     dense_cache: str = option(
         "auto",
-        "keep dequantized weights too, for speed; auto: on a CPU only; on: refused on a GPU",
-        choices=("auto", "on", "off"),
+        "keep dequantized weights too, for speed; auto: on a CPU only",
+        choices=("auto", "off"),
     )
     double_quant: bool = option(True, "NF4 only: quantize the block scales too, as QLoRA does", only="nf4")
     scale_rule: str = option(
@@ -300,7 +301,7 @@ class RolloutConfig:
     max_completion_tokens: int = option(
         4096, "longest completion (Table 4: 4096 GSM8K, 8192 BigMath)", at_least=1, at_most=1_048_576, unit="tokens"
     )
-    temperature: float = option(1.0, "sampling temperature (Table 4)", at_least=0.01, at_most=100)
+    temperature: float = option(1.0, "sampling temperature (Table 4)", at_least=0.01, at_most=MAX_TEMPERATURE)
     batch_size: int = option(512, "most completions generated at once, in evaluation too", at_least=1, at_most=65_536)
     importance_correction: str = option(
         "token_truncate", "weight of a token: its probability by trainer / by sampler, truncated or masked (TRL's "
@@ -376,7 +377,7 @@ class EvalConfig:
         at_least=1,
         at_most=4096,
     )
-    temperature: float = option(0.6, "sampling temperature (Sec. 4.1: 0.6)", at_least=0.01, at_most=100)
+    temperature: float = option(0.6, "sampling temperature (Sec. 4.1: 0.6)", at_least=0.01, at_most=MAX_TEMPERATURE)
     top_p: float = option(0.95, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
     every: int = option(
         0, "steps between evaluations during training, from step 0 on; 0: none", at_least=0, unit="steps"

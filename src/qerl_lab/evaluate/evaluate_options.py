@@ -6,7 +6,7 @@ from pathlib import Path
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import WEIGHTS
-from qerl_lab.config.schema import DEVICES, ENGINES, POCKET, EvalConfig
+from qerl_lab.config.schema import DEVICES, ENGINES, MAX_TEMPERATURE, POCKET, EvalConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.config.task import ARITHMETIC
 from qerl_lab.model import on_disk
@@ -38,7 +38,7 @@ class AccuracyOptions:
     )  # fmt: skip
     temperature: float | None = option(
         None, f"0 is greedy; null is the run's eval.temperature, with model= {PAPER.temperature:g} (Sec. 4.1)",
-        at_least=0, at_most=100,
+        at_least=0, at_most=MAX_TEMPERATURE,
     )  # fmt: skip
     top_p: float | None = option(
         None,

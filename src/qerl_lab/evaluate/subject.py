@@ -75,7 +75,6 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
             "rollout=transformers or rollout=vllm."
         )
     rules.check_engine(cfg)
-    rules.check_temperature("temperature", cfg.eval.temperature, cfg.rollout.engine)
     preflight.check_engine(cfg)
     folder, longest = on_disk.local_path(cfg.model.path), cfg.rollout.max_completion_tokens
     context = on_disk.context_tokens(read_json(folder / "config.json")) if folder else None

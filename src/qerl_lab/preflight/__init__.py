@@ -91,7 +91,7 @@ def check_machine(cfg: RunConfig, run_dir: Path, *, is_begun: bool = False) -> N
 
 
 def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
-    """Raise ConfigError if this machine lacks the GPUs or CPU cores that the run asks for."""
+    """Raise ConfigError if this machine lacks the GPUs that the run asks for."""
     names = machine.visible_gpus() if cfg.device != "cpu" and has_gpu else None
     if cfg.device == "cuda" and not has_gpu:
         raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
@@ -101,17 +101,6 @@ def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
         )
     if names is not None and cfg.gpus > len(names):
         raise ConfigError(f"gpus={cfg.gpus}, and this machine shows {len(names)}. Type gpus={len(names)} or less.")
-    cores = os.cpu_count() or 1
-    if cfg.cpu_threads > max(cores, RunConfig().cpu_threads):
-        raise ConfigError(
-            f"cpu_threads={cfg.cpu_threads} is more than the {cores} cores of this machine, which makes a run many "
-            f"times slower. Type cpu_threads={cores}."
-        )
-    if cfg.format.dense_cache == "on" and cfg.device == "auto" and has_gpu:
-        raise ConfigError(
-            "format.dense_cache=on is refused on a GPU, which device=auto takes here; allowed there: auto, off. "
-            "Type format.dense_cache=off, or device=cpu."
-        )
 
 
 def check_engine(cfg: RunConfig) -> None:

@@ -27,11 +27,6 @@ from qerl_lab.evaluate import __main__ as evaluate
             "accuracy model=pocket benchmarks=arithmetic max_prompt_tokens=1024 max_completion_tokens=1500",
             "are 2524 tokens, and model.path=pocket was made for 2048. Type max_prompt_tokens=548.",
         ),
-        (
-            "accuracy model=pocket benchmarks=arithmetic format=bf16 rollout=vllm temperature=3",
-            "temperature=3 with rollout.engine=vllm is not allowed, because vLLM refuses to sample at it; "
-            "allowed with it: at most 2. Type temperature=2, or rollout=transformers.",
-        ),
         ("compare a", "given: a; allowed: two directories, A and B."),
         ("entropy formats=fp5", "fp5 in formats=[fp5] is not allowed; allowed: all, bf16, fp8, mxfp4, nf4, nvfp4."),
         ("entropy prompts=gsm8", "prompts=gsm8 is no task; allowed: "),

@@ -19,8 +19,7 @@ from torch import Tensor
 import vllm_servers
 from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise, observed_std
-from qerl_lab.config.rules import VLLM_MAX_TEMPERATURE
-from qerl_lab.config.schema import ENGINES
+from qerl_lab.config.schema import ENGINES, MAX_TEMPERATURE
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
@@ -351,6 +350,6 @@ def test_every_engine_is_held() -> None:
 
 def test_vllm_samples_up_to_the_highest_temperature_that_the_rules_allow() -> None:
     arguments = pytest.importorskip("vllm").SamplingParams
-    arguments(temperature=VLLM_MAX_TEMPERATURE)
+    arguments(temperature=MAX_TEMPERATURE)
     with pytest.raises(Exception, match="temperature"):  # vLLM's own kind
-        arguments(temperature=VLLM_MAX_TEMPERATURE + 0.01)
+        arguments(temperature=MAX_TEMPERATURE + 0.01)
