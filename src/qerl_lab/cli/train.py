@@ -268,7 +268,7 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
     elif run.status == "done":
         raise _finished_run_error(run)
     else:
-        preflight.check(run.config(), directory, is_begun=True)
+        preflight.check(run.config(), directory)
     if jobs_per_gpu is not None:
         run.share_gpu(int(jobs_per_gpu))
     return _print_unfinished(launch.start(run, TypedCommand(command)), run)
@@ -336,14 +336,14 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
             checked.append(job)
             continue
         try:
-            found = preflight.check(job.config, job.run_dir, is_here=uses_this_machine, is_begun=job.begun)
+            found = preflight.check(job.config, job.run_dir, is_here=uses_this_machine)
             notes = [*job.notes, *found]
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None
         try:
             if is_dry and is_here:
-                preflight.check_machine(job.config, job.run_dir, is_begun=job.begun)
+                preflight.check_machine(job.config, job.run_dir)
             elif is_dry and first.launcher != "local":
                 cluster.check_can_submit(first)
         except ConfigError as error:

@@ -24,6 +24,7 @@ from qerl_lab.tracking.mlflow import check_given_store
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
 SLOW_ON_A_CPU = TOO_MANY_FOR_A_CPU * 128 * 256  # parameters x tokens of a step, which take as long with a smaller model
+ELSEWHERE = "Type another directory: run_dir=DIR, of a sweep hydra.sweep.dir=DIR, of a copied run resume=COPY."
 RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, rounded up
 NEEDS_GPU = (  # key, value, package, what to type instead
     ("optim.name", "adamw_8bit", "bitsandbytes", "optim=adamw"),
@@ -31,12 +32,11 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 )
 
 
-def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True, is_begun: bool = False) -> list[str]:
+def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     """Check a run's model, questions, store and directory before its start. Return notes to print.
 
     The notes come from `_notes_on_speed` and `question_counts.check`. With `is_here` the run will use this machine, and
-    `check_machine` is called too. `is_begun` says that the run continues in `run_dir`, so that no other directory can
-    be typed. Raises ConfigError for a run that would fail at its start.
+    `check_machine` is called too. Raises ConfigError for a run that would fail at its start.
     """
     if cfg.tracking.mlflow:
         check_given_store(cfg)
@@ -50,31 +50,25 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True, is_begun: bool
         on_disk.check(folder, cfg)
     if cfg.lora.start_from is not None:
         adapter_files.check(cfg)
-    _check_writable(run_dir, is_begun=is_begun)
+    _check_writable(run_dir)
     notes = list[str]()
     if is_here:
-        check_machine(cfg, run_dir, is_begun=is_begun)
+        check_machine(cfg, run_dir)
         notes = _notes_on_speed(cfg, folder)
     return notes + question_counts.check(cfg)
 
 
-def _check_writable(run_dir: Path, *, is_begun: bool) -> None:
-    """Raise ConfigError if `run_dir`, which need not exist, cannot be made or written. `is_begun` is as in `check`."""
+def _check_writable(run_dir: Path) -> None:
+    """Raise ConfigError if `run_dir`, which need not exist, cannot be made or written."""
     above = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
     if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
         return
     wrong = f"written: {above} is read-only for you" if above.is_dir() else f"made: {above} is a file"
-    remedy = "Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
-    if is_begun:
-        remedy = "Make it writable, or copy the directory and continue the copy: resume=COPY."
-    raise ConfigError(f"the run directory {run_dir} cannot be {wrong}. {remedy}")
+    raise ConfigError(f"the run directory {run_dir} cannot be {wrong}. {ELSEWHERE}")
 
 
-def check_machine(cfg: RunConfig, run_dir: Path, *, is_begun: bool = False) -> None:
-    """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space.
-
-    `is_begun` is as in `check`.
-    """
+def check_machine(cfg: RunConfig, run_dir: Path) -> None:
+    """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
     folder, values, has_gpu = on_disk.local_path(cfg.model.path), values_of(cfg), machine.has_gpu()
     _check_device(cfg, has_gpu)
     _check_model_size(cfg, folder)
@@ -87,7 +81,7 @@ def check_machine(cfg: RunConfig, run_dir: Path, *, is_begun: bool = False) -> N
     check_engine(cfg)
     if cfg.tracking.wandb:
         require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
-    _check_disk(cfg, folder, run_dir, is_begun=is_begun)
+    _check_disk(cfg, folder, run_dir)
 
 
 def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
@@ -181,10 +175,10 @@ def parameters_in_name(hub_id: str) -> int | None:
     return int(max(counts)) if counts else None
 
 
-def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path, *, is_begun: bool) -> None:
+def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints.
 
-    `folder` is the model's local directory, `is_begun` as in `check`.
+    `folder` is the model's local directory.
     """
     count = _count_parameters(cfg.model.path, folder) or 0
     trained = count
@@ -195,10 +189,7 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path, *, is_begun:
     # One more than is kept, because a checkpoint is written before the oldest is deleted.
     needed = RECORD_BYTES + checkpoint_bytes * (min(cfg.checkpoint.kept, written) + 1)
     needed += 2 * trained if cfg.trains_all else 0  # RUN_DIR/model, in bfloat16
-    advice = "Type run_dir=DIR on another disk, or checkpoint.keep=1."
-    if is_begun:
-        advice = "Free some space, or copy the directory to another disk and continue the copy: resume=COPY."
-    _refuse_full_disk(run_dir, needed, "its checkpoints", advice)
+    _refuse_full_disk(run_dir, needed, "its checkpoints", f"Free some space. {ELSEWHERE}")
     store = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()  # by huggingface_hub's rules
     remedy = "Set HF_HOME to a directory on another."
     if folder is None and gguf.is_gguf(cfg.model.path):
