@@ -62,7 +62,6 @@ class Plan:
     directory: Path
     directory_is_fixed: bool  # the user typed it, or an earlier sweep has it; else NAME-2 is used if it exists
     multirun: bool
-    topmost_created: Path | None = None  # first folder on the way down to `directory` that this command created
 
 
 @cache

@@ -1,7 +1,6 @@
 """Directories of jobs: find the directories of an earlier sweep, create new ones, read a sweep, extend a run."""
 
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -106,12 +105,7 @@ def claim_directories(plan: Plan, command: str) -> Plan:
     is the command line as the user typed it; each new directory records it. Raises ConfigError if a directory is in use
     or cannot be created.
     """
-    top_down = [*reversed(plan.directory.parents), plan.directory]
-    missing = [path for path in top_down if not os.path.exists(path)]  # Path.exists raises for a long name
-    topmost_created, directory = missing[0] if missing else None, plan.directory
-    if not plan.directory_is_fixed:
-        directory = reserve_directory(plan.directory)
-        topmost_created = topmost_created or directory
+    directory = plan.directory if plan.directory_is_fixed else reserve_directory(plan.directory)
     jobs = _move_jobs(plan, directory)
     sweep = sweep_name(directory) if plan.multirun else None
     with locked_sweep(directory) if plan.multirun else nullcontext():
@@ -119,7 +113,7 @@ def claim_directories(plan: Plan, command: str) -> Plan:
             run = RunDirectory(job.run_dir)
             if not run.is_claimed:
                 run.claim(replace(job.config, run_dir=str(run.path)), TypedCommand(command, job.overrides, sweep))
-    return replace(plan, jobs=jobs, directory=directory, topmost_created=topmost_created)
+    return replace(plan, jobs=jobs, directory=directory)
 
 
 def reserve_directory(wanted: Path) -> Path:

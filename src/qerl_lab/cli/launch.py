@@ -141,23 +141,16 @@ def failure_message(run: RunDirectory) -> str:
     return f"failed: {run.reason}. Free some space, then continue with\n  {line}"
 
 
-def start(
-    run: RunDirectory,
-    typed: TypedCommand | None = None,
-    sweep_job: SweepJob | None = None,
-    topmost_created: Path | None = None,
-) -> int:
+def start(run: RunDirectory, typed: TypedCommand | None = None, sweep_job: SweepJob | None = None) -> int:
     """Start the run of a created directory, or resume it, and wait. Return 0 (done), 1 (failed) or 130 (interrupted).
 
     Raises ConfigError if the run is refused: it cannot use its configuration. Without `typed` it then deletes the run's
-    files.
+    directory.
 
     Args:
         typed: the command to record if the run resumes; None for a run that the same command has just created.
         sweep_job: set for a job of a sweep: its variables join the environment, its jobs_per_gpu replaces the run's,
             and the output goes to console.txt.
-        topmost_created: topmost folder that was created for the run. After a refusal empty folders up to it are
-            deleted with the files.
     """
     config = run.share_gpu(sweep_job.config.jobs_per_gpu) if sweep_job and run.status != "done" else run.config()
     with run.locked() as lock:
@@ -182,7 +175,7 @@ def start(
             return code
         except ConfigError:
             if typed is None:  # else its sweep, or resume=RUN_DIR, looks for it again
-                run.discard(topmost_created)
+                run.discard()
             raise
 
 

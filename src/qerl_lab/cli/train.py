@@ -115,7 +115,7 @@ def run(cfg: DictConfig) -> int:
             _exit_if_no_override(hydra_config)
             plan = _check_and_claim(plan, is_here=True)
             directory = RunDirectory(plan.directory)
-            sys.exit(_print_unfinished(launch.start(directory, topmost_created=plan.topmost_created), directory))
+            sys.exit(_print_unfinished(launch.start(directory), directory))
     directory = RunDirectory(Path(hydra_config.runtime.output_dir))
     words = list(hydra_config.overrides.task)
     typed = TypedCommand(

@@ -13,6 +13,7 @@ DONE or FAILED                                    how it ended; neither after an
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -253,21 +254,10 @@ class RunDirectory:
         """Replace resolved.yaml atomically. A lock of the old file does not hold for the new one."""
         replace_file(self.path / RESOLVED, yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
-    def discard(self, topmost: Path | None) -> None:
-        """Delete the files of a run that never started; do nothing if there is a file beyond FILES_OF_A_REFUSED_RUN.
-
-        Then delete the directory and its parents up to `topmost`, as far as they are empty; with None delete no folder.
-        """
-        if {path.name for path in self.path.iterdir()} - FILES_OF_A_REFUSED_RUN:
-            return
-        for path in self.path.iterdir():
-            path.unlink()
-        for folder in (self.path, *self.path.parents) if topmost else ():
-            if any(folder.iterdir()):
-                return
-            folder.rmdir()
-            if folder == topmost:
-                return
+    def discard(self) -> None:
+        """Delete the directory of a run that never started, unless it has a file beyond FILES_OF_A_REFUSED_RUN."""
+        if not {path.name for path in self.path.iterdir()} - FILES_OF_A_REFUSED_RUN:
+            shutil.rmtree(self.path)
 
     # --- configuration and resuming
 

@@ -97,7 +97,7 @@ def test_a_launcher_s_worker_is_refused_where_it_starts_the_run(torchrun: Path) 
         launch.start(run, TypedCommand("the command"))
     assert run.status == "not run"
     with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
-        launch.start(run, topmost_created=run.path)
+        launch.start(run)
     assert not list(torchrun.iterdir())
 
 
