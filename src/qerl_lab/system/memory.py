@@ -1,4 +1,4 @@
-"""Find this machine's memory, and the limits that control groups (cgroup v1 and v2) of containers and jobs set on it.
+"""Find this machine's memory, and the limits that control groups (version 2) of containers and jobs set on it.
 
 Linux only: elsewhere the memory is unknown.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 INFO, OWN_GROUPS, MOUNT = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-V1, V2 = "memory.limit_in_bytes", "memory.max"  # files with the limit of a control group
+LIMIT = "memory.max"  # file with the limit of a control group
 
 
 def size_bytes() -> int | None:
@@ -25,17 +25,11 @@ def size_bytes() -> int | None:
 
 def _limits() -> Iterator[int]:
     """Yield the limit in bytes of each control group of this process that limits memory, and of each above it."""
-    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
-        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
-        if not controllers:
-            root, file = MOUNT, V2
-        elif "memory" in controllers.split(","):
-            root, file = MOUNT / "memory", V1
-        else:
-            continue
-        group = Path(path.lstrip("/"))
+    own = re.search(r"^0::/(.*)$", OWN_GROUPS.read_text() if OWN_GROUPS.is_file() else "", re.MULTILINE)
+    if own is not None:
+        group = Path(own[1])
         # The parents end with the root. A container may see its own group alone, as the root, under the host's path.
         for name in (group, *group.parents):
-            limit = root / name / file
+            limit = MOUNT / name / LIMIT
             if ".." not in name.parts and limit.is_file() and (size := limit.read_text().strip()).isdigit():
                 yield int(size)  # not "max"
