@@ -45,31 +45,25 @@ FLAGS = (
 )
 
 
-def overview(config_dir: Path | None = None) -> str:
-    """Format what `python -m qerl_lab` prints without overrides: the experiments and what to type.
-
-    `config_dir` is the user's folder of options (`--config-dir`).
-    """
+def overview() -> str:
+    """Format what `python -m qerl_lab` prints without overrides: the experiments and what to type."""
     return "\n".join([
-        ABOUT, "", "Experiments:", *_format_options("experiment", config_dir), "",
+        ABOUT, "", "Experiments:", *_format_options("experiment"), "",
         f"Run one: {EXAMPLES[0][0]}",
         "Four formats without and with noise, five seeds each: python -m qerl_lab +sweeps=weight_formats",
         "Every group, option and key: python -m qerl_lab --help",
     ])  # fmt: skip
 
 
-def help_text(config_dir: Path | None = None) -> str:
-    """Format the text of `python -m qerl_lab --help`: examples, groups with options, keys with defaults.
-
-    `config_dir` is the user's folder of options (`--config-dir`).
-    """
+def help_text() -> str:
+    """Format the text of `python -m qerl_lab --help`: examples, groups with options, keys with defaults."""
     lines = [ABOUT, "", "  python -m qerl_lab [FLAGS] GROUP=OPTION ... KEY=VALUE ...", "", "Examples:"]
     for command, meaning in EXAMPLES:
         lines += [f"  {command}", f"      {meaning}"]
     lines += ["", "Groups and their options (* is the default):"]
     defaults = default_option_by_group()
     for group, about in GROUPS.items():
-        lines += ["", f"{group}: {about}", *_format_options(group, config_dir, defaults.get(group))]
+        lines += ["", f"{group}: {about}", *_format_options(group, defaults.get(group))]
     lines += ["", "Keys and their values in the default run (a scale or an option may set others; see --cfg job):"]
     (usual,) = make_plan([], multirun=False).jobs
     for _, keys in groupby(leaves(usual.config), key=lambda leaf: leaf.section):
@@ -80,23 +74,15 @@ def help_text(config_dir: Path | None = None) -> str:
 
 
 def describe_option(path: Path) -> str:
-    """Return the description of an option's YAML file: its first comment that is no instruction to Hydra, or "".
-
-    Shows bytes that are not UTF-8 as replacement characters, so that one damaged file hides no other option.
-    """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    """Return the description of an option's YAML file: its first comment that is no instruction to Hydra, or ""."""
+    lines = path.read_text(encoding="utf-8").splitlines()
     comments = (line[1:].strip() for line in lines if line.startswith("#"))
     return next((line for line in comments if not line.startswith("@")), "")
 
 
-def _format_options(group: str, config_dir: Path | None, default: str | None = None) -> list[str]:
-    """Format all options of a group with their descriptions, as lines. A star marks the option `default`.
-
-    The options are the lab's and those in `config_dir`; of two with one name Hydra takes the lab's, and so does this.
-    """
-    folders = [config_dir / group] if config_dir else []
-    found = [path for folder in [*folders, group_folder(group)] for path in folder.glob("*.yaml")]
-    files = {path.stem: path for path in found if path.is_file()}  # neither a folder nor a link to nothing
+def _format_options(group: str, default: str | None = None) -> list[str]:
+    """Format all options of a group with their descriptions, as lines. A star marks the option `default`."""
+    files = {path.stem: path for path in group_folder(group).glob("*.yaml")}
     width, lines = max(map(len, files)) + 4, list[str]()
     for name in sorted(files, key=by_numbers):
         lines += format_entry(name + ("*" if name == default else ""), describe_option(files[name]), width)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -134,7 +133,7 @@ def _exit_if_no_override(hydra_config: Any) -> None:
     `hydra_config` is the section `hydra` of what Hydra composed.
     """
     if not hydra_config.overrides.task:
-        print(manual.overview(_config_dir(sys.argv[1:])))
+        print(manual.overview())
         sys.exit(OK)
 
 
@@ -160,7 +159,7 @@ def main(arguments: list[str]) -> int:
         return OK
     flags, overrides = _split_flags_from_overrides(arguments)
     if {"--help", "-h"} & set(flags):
-        print(manual.help_text(_config_dir(flags)))
+        print(manual.help_text())
         return OK
     refuse_several_processes(os.environ)
     if "resume" in (given := overrides_by_key(overrides)):
@@ -218,12 +217,6 @@ def _what_to_type_by_name() -> dict[str, str]:
     typed = {name: what_to_type(target) for name, target in targets.items()}
     typed |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
     return typed | dict.fromkeys(("config_path", "config_name"), "--config-dir DIR to add options of your own")
-
-
-def _config_dir(flags: Sequence[str]) -> Path | None:
-    """Return the folder that the flag --config-dir gives, as two words or as one with `=`; None without the flag."""
-    words = [part for flag in flags for part in (flag.split("=", 1) if flag.startswith("-") else [flag])]
-    return next((Path(value) for flag, value in pairwise(words) if flag in ("--config-dir", "-cd")), None)
 
 
 def _resume(flags: list[str], typed: dict[str, str]) -> int:
