@@ -34,7 +34,7 @@ from qerl_lab.config.keys import FOREIGN_NAMES, TYPES, check_type, field_of_key,
 from qerl_lab.config.option import ConfigError, check_bounds
 from qerl_lab.config.redact import redact, redact_and_join
 from qerl_lab.config.spelling import hydra_override, resume_override, unquoted
-from qerl_lab.record.directory import DONE, EVALUATIONS, RunDirectory
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system import exits
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
@@ -268,21 +268,14 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
 
 
 def _finished_run_error(run: RunDirectory) -> ConfigError:
-    """Return the error for resuming a finished run: how to extend it, or how to write damaged result files again."""
-    made = run.config().steps
-    has_checkpoint = run.last_saved() == made
-    if (damaged := run.damaged_result_files()) and has_checkpoint:
-        unreadable = EVALUATIONS in damaged and (run.path / EVALUATIONS).exists()
-        files = f"{DONE} and {EVALUATIONS}" if unreadable else DONE
-        return ConfigError(
-            f"resume={run.path}: this run is finished, but {', '.join(map(' '.join, damaged.items()))}. "
-            f"Move {files} out of its directory and type the same again: "
-            f"it writes its result again, from step {made}."
-        )
-    more = f"Add steps={2 * made} to extend the run, or start a new run."
+    """Return the error for resuming a finished run: how to extend it, or how to write its result files again."""
+    more = (
+        f"Add steps={2 * run.config().steps} to extend the run, start a new run, or move DONE out of its directory to "
+        "write result files again that are damaged or missing."
+    )
     return ConfigError(
         f"resume={run.path}: this run is already finished (it has a DONE file). "
-        f"{more if has_checkpoint else 'It kept no checkpoint to continue from: start a new run.'}"
+        f"{more if run.last_saved() == run.config().steps else 'It kept no checkpoint to go on from: start a new run.'}"
     )
 
 

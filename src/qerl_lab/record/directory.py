@@ -32,7 +32,6 @@ from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import FIELDS
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
@@ -52,7 +51,6 @@ ARTIFACTS = (RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curve
 WRITTEN_IN_PLACE = ("", RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
 MARKS = (RESOLVED, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 PARQUET_ENDS = b"PAR1"  # a whole Parquet file begins and ends with it
-HALF_A_LINE = "ends in half a line"
 PUT_BACK = "Put it back as it was (if the run used MLflow, it is among the run's artifacts), or start a new run."
 # Keys that name a part of the lab. A user may add parts, so a record may name one that another installation lacks.
 PARTS = ("format.name", "aqn.schedule", "task.name", "algorithm.name", "rollout.engine")
@@ -204,28 +202,6 @@ class RunDirectory:
             self.fail(f"{reason}\n")
             return FAILURE
         return USAGE if ended_with == USAGE else FAILURE
-
-    def damaged_result_files(self) -> dict[str, str]:
-        """Find damaged and missing files of a finished run's result; map the name of each to what is wrong with it.
-
-        A resumed run writes them again from its last checkpoint, once DONE is moved away. Raises ConfigError if
-        resolved.yaml is damaged.
-        """
-        damaged, cfg = dict[str, str](), self.config()
-        try:
-            self.result()
-        except ConfigError:
-            damaged[DONE] = "cannot be read"
-        try:
-            self._check_evaluations(cfg.eval.questions > 0)
-        except ConfigError:
-            damaged[EVALUATIONS] = "is damaged" if (self.path / EVALUATIONS).exists() else "is missing"
-        trained = self.model / "config.json" if cfg.trains_all else self.adapter / WEIGHTS
-        if not trained.is_file():
-            damaged[str(trained.relative_to(self.path))] = "is missing"
-        if METRICS_FILE.ends_in_half_a_line(self.path):
-            damaged[METRICS_FILE.name] = HALF_A_LINE
-        return damaged
 
     def extend(self, cfg: RunConfig) -> None:
         """Prepare a finished run so that it continues up to step `cfg.steps` when it is resumed.
@@ -524,7 +500,7 @@ class RunDirectory:
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
         if is_done and METRICS_FILE.ends_in_half_a_line(self.path):  # of a running run it may be in writing
-            raise ConfigError(f"{METRICS_FILE.name} {HALF_A_LINE}")
+            raise ConfigError(f"{METRICS_FILE.name} ends in half a line")
         self._check_evaluations(is_done and settings.get("eval.questions") != "0")
         self.samples()
         return lines

@@ -68,28 +68,6 @@ def test_a_run_without_evaluation_has_no_answers(tmp_path: Path) -> None:
     assert run.evaluations() == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "harm", "said"),
-    [
-        ("DONE", cut, "cannot be read"),
-        ("eval.parquet", cut, "is damaged"),
-        ("eval.parquet", Path.unlink, "is missing"),
-        ("metrics.jsonl", cut, "ends in half a line"),
-        ("adapter/adapter_model.safetensors", Path.unlink, "is missing"),
-    ],
-)
-def test_what_a_finished_run_lost_of_its_result_is_listed(
-    name: str, harm: Callable[[Path], object], said: str, tmp_path: Path
-) -> None:
-    """So that resume=, which refuses a finished run, says how to write it again."""
-    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
-    run.adapter.mkdir(exist_ok=True)
-    (run.adapter / "adapter_model.safetensors").write_bytes(b"weights")
-    assert run.damaged_result_files() == {}
-    harm(run.path / name)
-    assert run.damaged_result_files() == {name: said}
-
-
 def test_a_run_that_goes_on_may_be_in_the_middle_of_a_line(tmp_path: Path) -> None:
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
     (run.path / "DONE").unlink()
