@@ -26,25 +26,22 @@ def continue_sweep(plan: Plan) -> Plan:
 
     Looks in hydra.sweep.dir if the user typed it, else in all directories beside `plan.directory`, newest first. Jobs
     are the same if directory name, arm, seed, gpus and question files agree. Returns the plan unchanged if it finds no
-    such sweep, for a single run, and with rerun=true.
+    such sweep, and for a single run.
 
     Raises ConfigError if, in a typed hydra.sweep.dir, the directory of a job holds a run that differs from the job.
-    With rerun=true it raises ConfigError if that directory holds any run.
     """
     if not plan.multirun:
         return plan
-    rerun = plan.jobs[0].config.rerun
     if plan.directory_is_fixed:
         jobs = []
         for job in plan.jobs:
             run = RunDirectory(job.run_dir)
-            if run.is_claimed and (rerun or not _has_same_run(job)):
-                other = "a run already" if rerun else "a run with another configuration or other questions"
-                raise ConfigError(f"{run.path} has {other}. Type another hydra.sweep.dir.")
+            if run.is_claimed and not _has_same_run(job):
+                raise ConfigError(
+                    f"{run.path} has a run with another configuration or other questions. Type another hydra.sweep.dir."
+                )
             jobs.append(replace(job, begun=run.is_claimed))
         return replace(plan, jobs=jobs)
-    if rerun:
-        return plan
     for directory in sorted(plan.directory.parent.glob("*"), reverse=True):
         jobs = [replace(job, begun=True) for job in _move_jobs(plan, directory)]
         if all(map(_has_same_run, jobs)):

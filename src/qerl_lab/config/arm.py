@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from qerl_lab.config.schema import RunConfig
 
-OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu", "launcher", "slurm")  # how a sweep runs its jobs, not what a job does
+OF_SWEEPS = ("jobs", "jobs_per_gpu", "launcher", "slurm")  # how a sweep runs its jobs, not what a job does
 PREREGISTRATION = ("preregistration", "preregistration_sha256")  # a preregistration does not change the run
 NOT_OF_ARM = (
     "seed",
@@ -36,7 +36,7 @@ ADDED: Mapping[str, Any] = {
     "rollout.vllm_server.overlap": False,
 }
 # Keys deleted after runs were recorded. They are ignored in records; none of the runs that are kept used them.
-REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests", "rollout.vllm.sleep")
+REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests", "rollout.vllm.sleep", "rerun")
 
 # Key, or prefix of keys -> the engines that use it. A run with another engine ignores these keys.
 ENGINE_KEYS = {

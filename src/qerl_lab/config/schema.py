@@ -431,7 +431,6 @@ class RunConfig:
     )
     dry_run: bool = option(False, "check every job of the command, print what would run, and stop")
     resume: str | None = option(None, "continue the run or sweep in this directory with its own configuration")
-    rerun: bool = option(False, "sweep: make all runs anew, in another directory, even if the same line has made them")
     jobs: int = option(1, "sweep: jobs at once; on a CPU add cpu_threads=1", at_least=1, at_most=1024)
     jobs_per_gpu: int = option(
         1, "jobs that share a GPU, of a sweep or by hand; each takes its part of the memory", at_least=1, at_most=64

@@ -294,6 +294,6 @@ def notes(comparison: Comparison) -> list[str]:
     if damaged := len(comparison.damaged):
         sentences.append(
             f"The record of {with_noun(damaged, 'run')} is damaged: put its files back as they were, or type "
-            "rerun=true with the line that began it."
+            "hydra.sweep.dir=DIR with the line that began it."
         )
     return sentences
