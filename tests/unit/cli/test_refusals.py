@@ -134,7 +134,6 @@ def refused(line: str, capsys) -> str:
             "jobs_per_gpu=2 gpus=2",
             ["jobs_per_gpu=2 with gpus=2 is not allowed, because a job of several GPUs shares none"],
         ),
-        ("-m seed=0,1 jobs_per_gpu=2 launcher=slurm", ["jobs_per_gpu=2 with launcher=slurm", "GPUs of its own"]),
         ("-m +hydra.sweeper.params.seed=range(3)", ["a file of sweeps/ only. Type -m KEY=a,b"]),
         ("-m seed=0,1 hydra.sweeper.max_batch_size=3", ["Type jobs=3"]),
         ("-m jobs=1,2", ["jobs holds for the whole sweep"]),
