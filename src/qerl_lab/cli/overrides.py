@@ -22,7 +22,6 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import quote_text, quoted, shell_override, without_quotes
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
-CLASHES = ("Only one of --run", "The --resolve flag")  # Hydra's messages about flags that exclude each other
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 # Hydra's messages about a YAML file of the user's that is not laid out as docs/configuration.md shows.
 LAYOUT = re.compile(
@@ -168,7 +167,7 @@ def as_config_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(explain(error)) from None
     except ValueError as error:
-        if not str(error).startswith((NO_NAME, *CLASHES)):
+        if not str(error).startswith(NO_NAME):
             raise
         raise ConfigError(explain(error)) from None
 
@@ -178,8 +177,6 @@ def explain(error: Exception) -> str:
     match error:
         case ConfigError():
             return str(error)
-        case _ if found := re.fullmatch(r"Additional config directory '(.*)' not found", str(error)):
-            return f"--config-dir {found[1]} is no directory. Type --config-dir DIR of one that is there."
         case HydraException() if found := LAYOUT.match(str(error)):
             return (
                 f"{found[1]}.yaml is not laid out as Hydra reads it. Write # @package _global_ as its first line, "
