@@ -11,7 +11,6 @@ import pytest
 
 from qerl_lab.cli import jobs, launch, scheduler
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.manual import SEARCH_JOURNAL
 from qerl_lab.cli.train import main
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
@@ -32,16 +31,6 @@ def test_a_job_is_told_what_was_typed_for_it(capfd: pytest.CaptureFixture[str]) 
     assert noted["command"].startswith("python -m qerl_lab -m seed=0,10 hydra.sweep.dir=a/sweep")
     assert environment["X"] == "1"
     assert "X" not in os.environ
-
-
-def test_a_trial_of_a_search_does_not_name_the_next_command(capfd: pytest.CaptureFixture[str]) -> None:
-    Path("search").mkdir()
-    Path("search", SEARCH_JOURNAL).touch()
-    assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=search/trial-0000"]) == 0
-    assert "next: " not in capfd.readouterr().out
-    for other in ("sweep", "search/sweep"):
-        assert main(["-m", f"seed={DONE},10", f"hydra.sweep.dir={other}"]) == 0
-        assert "next: " in capfd.readouterr().out
 
 
 def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(

@@ -34,9 +34,6 @@ EXAMPLES = (
     ("python -m qerl_lab +experiment=nvfp4_aqn --cfg job", "the whole configuration of a run"),
 )
 
-SEARCH_JOURNAL = "study.journal"  # file of a search, beside the folders of its trials
-TRIAL_PREFIX = "trial-"  # their names begin with it; a search's folder may hold other sweeps too
-
 FLAGS = (
     "Flags (Hydra's): -m runs a sweep; --cfg job|hydra|all prints the configuration; --info prints how it",
     "was composed; --config-dir DIR adds options of your own to the groups; --hydra-help lists the rest.",
@@ -137,7 +134,7 @@ def _format_notes(jobs: list[Job]) -> list[str]:
 def sweep_table(plan: Plan) -> str:
     """Format the table at a sweep's end: each job's status with headline numbers, or the reason of its failure.
 
-    A line `next:` names the command that reports the sweep, unless the sweep is a trial of a search.
+    A line `next:` names the command that reports the sweep.
     """
     runs = [RunDirectory(job.run_dir) for job in plan.jobs]
     statuses = [run.status for run in runs]
@@ -153,9 +150,7 @@ def sweep_table(plan: Plan) -> str:
     counts = ", ".join(f"{statuses.count(word)} {word}" for word in dict.fromkeys(statuses))
     here, command = format_path(plan.directory), f"{python_command()} -m qerl_lab"
     lines.append(f"{with_noun(len(plan.jobs), 'job')} in {here}: {counts}")
-    in_search = (plan.directory.parent / SEARCH_JOURNAL).exists()
-    is_trial = in_search and plan.directory.name.startswith(TRIAL_PREFIX)  # the search ends with a line of its own
-    if "done" in statuses and not is_trial:
+    if "done" in statuses:
         out = shell_override("out", f"results/{plan.directory.name}")
         lines.append(f"next: {command}.report {shlex.quote(here)} {out}")
         # That report tests the paper's claims, unless the folder has a claims.yaml.

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP, Command
-from qerl_lab.cli.manual import SEARCH_JOURNAL, TRIAL_PREFIX
 from qerl_lab.config.keys import field_of_key
 from qerl_lab.config.option import ConfigError, check_bounds, option, require_package
 from qerl_lab.config.out import OutputOptions
@@ -54,7 +53,7 @@ class SearchOptions(OutputOptions):
 
     def trial_folder(self, trial: "FrozenTrial") -> Path:
         """Return the folder of a trial's sweep: OUT/trial-NNNN."""
-        return self.folder / f"{TRIAL_PREFIX}{trial.number:04}"
+        return self.folder / f"trial-{trial.number:04}"
 
 
 def is_own(word: str) -> bool:
@@ -131,7 +130,7 @@ def search(options: SearchOptions, words: list[str]) -> None:
     from qerl_lab.cli import train
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = JournalStorage(JournalFileBackend(str(options.folder / SEARCH_JOURNAL)))
+    storage = JournalStorage(JournalFileBackend(str(options.folder / "study.journal")))
     study = optuna.create_study(storage=storage, study_name="search", direction="maximize", load_if_exists=True)
     kept = [word for word in shared if not word.startswith(HOW_IT_RUNS)]
     kept = sorted([*kept, *(f"{key}={low:g}..{high:g}" for key, (low, high) in ranges.items())])
