@@ -235,22 +235,19 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         )
     if not given.strip():  # a variable of the shell that is not set; as a path it would be this directory
         raise ConfigError("resume= is empty; allowed: the directory of a run or a sweep. Type resume=RUN_DIR.")
-    if steps is not None and not steps.isdecimal():
-        raise ConfigError(f"steps={steps} is not a whole number. Type for example steps=100.")
-    if jobs_per_gpu is not None:
-        number = int(jobs_per_gpu) if jobs_per_gpu.isdecimal() else jobs_per_gpu
-        field = field_of_key("jobs_per_gpu")
-        check_type("jobs_per_gpu", field, number)
-        check_bounds("jobs_per_gpu", field.metadata, number)
+    added = {key: text for key, text in (("steps", steps), ("jobs_per_gpu", jobs_per_gpu)) if text is not None}
+    for key, text in added.items():
+        number, field = int(text) if text.isdecimal() else text, field_of_key(key)
+        check_type(key, field, number)
+        check_bounds(key, field.metadata, number)
     directory = Path(given).expanduser().absolute()
     run, command = RunDirectory(directory), command_line()
     if plan := jobs.plan_of_sweep(directory):
-        if steps is not None:
-            raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
-        if jobs_per_gpu is not None:
+        if added:
+            words = " ".join(f"{key}={text}" for key, text in added.items())
             raise ConfigError(
-                f"jobs_per_gpu={jobs_per_gpu} is for one run here, and resume={directory} is a sweep. "
-                "Type the line that began the sweep, with this jobs_per_gpu."
+                f"{words} is for one run here, and resume={directory} is a sweep. Leave it out; for another "
+                "jobs_per_gpu type the line that began the sweep."
             )
         plan = _check_jobs(plan, is_here=plan.jobs[0].config.launcher == "local")
         print(manual.opening_lines(plan), flush=True)

@@ -61,7 +61,7 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["resume=run", "steps=many"], "steps=many is not a whole number"),
+        (["resume=run", "steps=many"], "steps=many is not allowed; allowed: a whole number"),
         (["resume=a run", "steps=4", "seed=1"], "so seed=1 cannot be typed with it. Type resume='a run' alone"),
     ],
 )
