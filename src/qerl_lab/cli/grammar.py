@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, check_type, spell_value, translate_foreign_name, unknown_name_error
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
-from qerl_lab.config.spelling import shell_override, unquoted
+from qerl_lab.config.spelling import unquoted
 from qerl_lab.system.exits import OK, Main, command
 from qerl_lab.system.processes import refuse_several_processes
 
@@ -185,7 +185,6 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
             f"{override} cannot be read. Type KEY=VALUE without spaces around the sign, or leave {override} out."
         )
     is_text = keys.get(key.lstrip("+")) in TEXT
-    one = f" For one value type {shell_override(key, value)}." if is_text else ""
     items = [item.strip() for item in value.split(",")]
     if not is_text and any(items) and not all(items) and not set("([{'\"") & set(value):
         values = [item for item in items if item]
@@ -195,7 +194,7 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
         )
     return ConfigError(
         f"{spell_value(override)} cannot be read. Type KEY=VALUE. If the value has a space or one of , = ( ) [ ] {{ }} "
-        f"type two pairs of quotes: \"KEY='a, b'\".{one}"
+        f"type two pairs of quotes: \"KEY='a, b'\"."
     )
 
 

@@ -19,7 +19,7 @@ from qerl_lab.config.conf_folder import choices_of, default_option_by_group
 from qerl_lab.config.keys import NUMBERS, TEXT, TYPES, check_type, describe_type, field_of_key, spell_value
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import quote_text, quoted, shell_override, without_quotes
+from qerl_lab.config.spelling import quote_text, quoted, shell_override
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
@@ -184,12 +184,9 @@ def explain(error: Exception) -> str:
                 "(docs/configuration.md has a whole file)."
             )
         case ConfigCompositionException() if found := SEVERAL.match(str(error)):
-            name, _, value = found[1].lstrip("+").partition("=")
-            value = without_quotes(value)  # `spell_for_hydra` put them
-            is_text = TYPES.get(name) in TEXT and name not in GROUPS
-            one = f", or {shell_override(name, value)} if the comma is part of it" if is_text else ""
             return (
-                f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
+                f"{found[1].lstrip('+')} is several values, and this command runs one job. Type -m to run a job for "
+                "each, or two pairs of quotes if the comma is part of a text: \"KEY='a, b'\"."
             )
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."

@@ -31,11 +31,6 @@ def quote_text(key: str, value: str) -> str:
     return f"{key}={','.join(_CORE.sub(lambda found: spell(found[0]), one) for one in values)}"
 
 
-def without_quotes(value: str) -> str:
-    """Remove the quotes around each part of an override's value: 'a b','c' becomes a b,c."""
-    return _QUOTED.sub(lambda found: unquoted(found[0]), value)
-
-
 def spell_list(values: Sequence[str]) -> str:
     """Format texts as one list `[a,"b c"]` in Hydra's override grammar."""
     parts = (value if value.isidentifier() and _is_read_as_text(value) else quoted(value, '"') for value in values)

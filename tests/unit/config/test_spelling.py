@@ -1,17 +1,15 @@
 """What is printed to be typed, pasted in a bash, is the word that was meant."""
 
-import re
 import shlex
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
 
-from qerl_lab.cli import grammar, train
+from qerl_lab.cli import grammar
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.option import option
 from qerl_lab.config.spelling import quote_text, shell_override, spell_list
@@ -55,19 +53,6 @@ def test_a_text_in_a_list_is_read_as_it_was(text: str) -> None:
 ])  # fmt: skip
 def test_a_line_to_type_is_what_people_type(path: str, typed: str) -> None:
     assert shell_override("model.path", path) == typed
-
-
-@pytest.mark.parametrize("text", ["läufe/a=b,c", "it's,b", "ä,b\\", "1,7e5"])
-def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["+experiment=nvfp4", "dry_run=true"]
-    assert train.main([*words, f"run_dir={text}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: run_dir={text} ")
-    advice = re.search(r"(?:, or|For one value type) (.*?)(?: if the comma is part of it)?\.\n", said)
-    assert advice is not None
-    assert train.main([*words, *pasted(advice[1])]) == 0
-    assert f"  {text}\n" in capsys.readouterr().out  # the column of the run directory
 
 
 @pytest.mark.parametrize(("value", "spelled"), [
