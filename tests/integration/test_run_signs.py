@@ -33,19 +33,6 @@ def test_questions_left_out_a_collapse_and_completions_are_said_and_kept(tmp_pat
     assert sum(kept[-1].rewards.values()) == 0
 
 
-def test_what_is_left_out_of_the_questions_is_said_once(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Ada has {n} eggs and finds 2. How many?", "solution": str(n + 2)} for n in range(300)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"prompt": "no answer"}])))
-    words = [
-        "task=bigmath", "task.path=mine.jsonl", "steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2",
-        "eval.samples=1", "tracking=none", "device=cpu",
-    ]  # fmt: skip
-    ran = run_module("qerl_lab", *words, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    notes = [line for line in ran.stdout.splitlines() if "rows are bad" in line or "eval.questions=" in line]
-    assert len(notes) == len(set(notes)) == 2, notes
-
-
 def test_a_grader_that_fails_in_training_fails_the_run_and_its_traceback_is_shown(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "calls = []\n"
