@@ -9,6 +9,7 @@ import yaml
 
 from qerl_lab.cli import launch
 from qerl_lab.cli.train import main
+from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
@@ -149,6 +150,14 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
     assert names == {"0-nvfp4-seed1", "1-nvfp4-seed0", "2-nvfp4-seed2"}
     for name in names:
         assert RunDirectory(directory / name).config().run_dir == str((directory / name).absolute())
+
+
+def test_a_sweep_that_tests_claims_of_its_own_ends_with_the_command_that_tests_them(capfd):
+    Path("my claims.yaml").write_bytes((package_data("results/reference") / "claims.yaml").read_bytes())
+    assert main(["-m", "seed=0", "preregistration=my claims.yaml"]) == 0
+    (directory,) = Path("runs/sweeps/adhoc").iterdir()
+    said = capfd.readouterr().out.splitlines()[-1]
+    assert said == f"next: {python_command()} -m qerl_lab.report verdicts {directory} \"claims='my claims.yaml'\""
 
 
 def test_hydra_s_own_flags_still_work(capfd):

@@ -153,6 +153,10 @@ def sweep_table(plan: Plan) -> str:
     if "done" in statuses:
         out = shell_override("out", f"results/{plan.directory.name}")
         lines.append(f"next: {command}.report {shlex.quote(here)} {out}")
+        # That report tests the paper's claims, unless the folder has a claims.yaml.
+        for file in sorted({file for job in plan.jobs if (file := job.config.preregistration)}):
+            claims = shell_override("claims", format_path(Path(file)))
+            lines.append(f"next: {command}.report verdicts {shlex.quote(here)} {claims}")
     left = [
         job for job, run, status in zip(plan.jobs, runs, statuses, strict=True) if run.is_claimed and status != "done"
     ]
