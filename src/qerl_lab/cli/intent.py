@@ -134,10 +134,17 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
 
 
 def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError if jobs of a sweep differ in a key of `OF_SWEEPS`."""
+    """Raise ConfigError if jobs of a sweep differ in a key of `OF_SWEEPS`, or would use one vLLM server at once."""
     for key in OF_SWEEPS:
         if len({getattr(cfg, key) for cfg in configs}) > 1:
             raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
+    first = configs[0]
+    urls = [cfg.rollout.vllm_server.url for cfg in configs if cfg.rollout.engine == "vllm_server"]
+    if len(set(urls)) < len(urls) and (first.jobs, first.launcher) != (1, "local"):
+        raise ConfigError(
+            f"jobs={first.jobs} with launcher={first.launcher} lets several runs sample on one server at once "
+            "(rollout.vllm_server.url), and it has one run at a time. Type jobs=1 launcher=local, or rollout=vllm."
+        )
 
 
 def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:

@@ -121,6 +121,7 @@ def refused(line: str, capsys) -> str:
         ("-m jobs=1,2", ["jobs holds for the whole sweep"]),
         ("hydra.sweep.dir=x", ["hydra.sweep.dir=x is for sweeps"]),
         ("-m seed=0,1 slurm=--partition=gpu", ["type for example launcher=slurm"]),
+        ("-m seed=0,1 format=bf16 rollout=vllm_server cpu_threads=1 jobs=2", ["it has one run at a time. Type jobs=1"]),
     ],
 )
 def test_a_bad_command_line(line, parts, capsys, tmp_path):
@@ -191,6 +192,15 @@ def test_a_revision_is_of_a_model_on_the_hub_alone(tiny, tmp_path):
         with pytest.raises(ConfigError, match=f"model.revision=main does nothing in a run with model.path={path}"):
             intent.refuse_inert_overrides([(tiny(model__path=path), {"model.revision": "main"})])
     intent.refuse_inert_overrides([(tiny(model__path="org/name"), {"model.revision": "main"})])
+
+
+def test_a_server_is_asked_by_one_run_at_a_time(tiny):
+    served = {"rollout__engine": "vllm_server"}
+    for how in ({"jobs": 2}, {"launcher": "ray"}):
+        with pytest.raises(ConfigError, match="lets several runs sample on one server at once"):
+            intent.refuse_conflicting_jobs([tiny(**served, **how, seed=seed) for seed in (0, 1)])
+        urls = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
+        intent.refuse_conflicting_jobs([tiny(**served, **how, rollout__vllm_server__url=url) for url in urls])
 
 
 @pytest.mark.parametrize(
