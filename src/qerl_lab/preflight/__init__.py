@@ -161,7 +161,7 @@ def _count_parameters(path: str, folder: Path | None) -> int | None:
     """Return the number of weights of the model `path` (the value of model.path); None if unknown.
 
     Counts them in `folder`, the model's local directory, if given. Else reads the header of a GGUF file, or the number
-    in a hub id. Cached, because reading the vocabulary in a GGUF header takes a second or two.
+    in a hub id. Cached, because reading the vocabulary in a GGUF header takes seconds.
     """
     if folder:
         return on_disk.parameters(folder)
