@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -28,8 +28,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 import yaml
 
 from qerl_lab.config.arm import ADDED, OF_SWEEPS, PREREGISTRATION, fill_added_keys, flatten, values_of
-from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import FIELDS
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
@@ -50,10 +48,7 @@ CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions
 ARTIFACTS = (RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
 WRITTEN_IN_PLACE = ("", RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
 MARKS = (RESOLVED, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
-PARQUET_ENDS = b"PAR1"  # a whole Parquet file begins and ends with it
 PUT_BACK = "Put it back as it was (if the run used MLflow, it is among the run's artifacts), or start a new run."
-# Keys that name a part of the lab. A user may add parts, so a record may name one that another installation lacks.
-PARTS = ("format.name", "aqn.schedule", "task.name", "algorithm.name", "rollout.engine")
 FILES_OF_A_REFUSED_RUN = {RESOLVED, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
 
 
@@ -248,7 +243,7 @@ class RunDirectory:
         try:
             cfg = from_dict(values)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {_unknown_part(values) or error}") from None
+            raise ConfigError(f"{path}: {error}") from None
         known = {*dict(flatten(values)), *OF_SWEEPS, *ADDED, *PREREGISTRATION, "model.hash"}
         lacking = [name for name in values_of(RunConfig()) if name not in known and not name.startswith("tracking.")]
         if lacking:
@@ -315,7 +310,7 @@ class RunDirectory:
     def check(self) -> None:
         """Raise ConfigError unless a run can be resumed here: its files are writable, and the small files intact.
 
-        The small files are sessions.json and mlflow.json. In eval.parquet only both ends are checked.
+        The small files are sessions.json and mlflow.json.
         """
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
@@ -324,7 +319,6 @@ class RunDirectory:
                 )
         for read in (self.sessions, self.mirror):  # each raises for a damaged file
             read()
-        self._check_evaluations(is_expected=False)
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
         """Return the newest intact checkpoint to resume from, or None to start from step 0.
@@ -499,9 +493,8 @@ class RunDirectory:
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
-        if is_done and METRICS_FILE.ends_in_half_a_line(self.path):  # of a running run it may be in writing
-            raise ConfigError(f"{METRICS_FILE.name} ends in half a line")
-        self._check_evaluations(is_done and settings.get("eval.questions") != "0")
+        if is_done and settings.get("eval.questions") != "0" and not (self.path / EVALUATIONS).exists():
+            raise ConfigError(f"{EVALUATIONS} is missing")
         self.samples()
         return lines
 
@@ -524,17 +517,6 @@ class RunDirectory:
                 f"{path} is damaged ({in_one_line(error)}). Move it away; a resumed run asks the questions again."
             ) from None
 
-    def _check_evaluations(self, is_expected: bool) -> None:
-        """Raise ConfigError if eval.parquet is cut off, or missing although `is_expected`."""
-        path = self.path / EVALUATIONS
-        if not path.exists():
-            if is_expected:
-                raise ConfigError(f"{path.name} is missing")
-            return
-        data = path.read_bytes()
-        if not (data.startswith(PARQUET_ENDS) and data.endswith(PARQUET_ENDS)):
-            raise ConfigError(f"{path} is no Parquet file. Move it away; a resumed run asks the questions again.")
-
     def write_evaluations(self, phases: "dict[str, pd.DataFrame]") -> None:
         """Write eval.parquet atomically: a table of held-out answers per phase (see `evaluations`)."""
         import pandas as pd
@@ -552,30 +534,6 @@ def is_run(files: Iterable[str]) -> bool:
     return not set(files).isdisjoint(MARKS)
 
 
-def _unknown_part(values: dict[str, Any]) -> str:
-    """Say which part of the lab the run used that this installation lacks, e.g. its format; "" if it has all `PARTS`.
-
-    `values` are the nested values in resolved.yaml. The general checks would advise to choose another part, but with
-    another part this would not be the same run.
-    """
-    given = dict(flatten(values))
-    for key in PARTS:
-        known = FIELDS[key].metadata["choices"] or choices_of(key.partition(".")[0])
-        if isinstance(name := given.get(key), str) and name not in known:
-            return (
-                f"the run was made with {key}={name}, which this installation does not know; it knows "
-                f"{', '.join(known)}. Put the files of {name} back: docs/architecture.md lists them (To add something)."
-            )
-    return ""
-
-
 def _parse_yaml(text: str) -> Any:
-    """Parse YAML with libyaml where PyYAML has it: eight times as fast, and a report parses the file of every run.
-
-    PyYAML's own parser reads again what libyaml refuses: it explains errors in its own words, and it accepts the
-    escaped bytes of a path that is not UTF-8. Raises YAMLError if that parser refuses the text too.
-    """
-    if yaml.__with_libyaml__:
-        with suppress(yaml.YAMLError):
-            return yaml.CSafeLoader(text).get_single_data()
-    return yaml.safe_load(text)
+    """Parse YAML with libyaml where PyYAML has it: eight times as fast, and a report parses the file of every run."""
+    return yaml.load(text, Loader=yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)

@@ -4,7 +4,6 @@ samples.jsonl is such a file. It has a few completions of every step.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,15 +37,6 @@ class LineFile(Generic[T]):
         """
         parsed = self._parse(run_dir, offset)
         return [record for _, _, record in parsed], offset + sum(len(line) for line, _, _ in parsed)
-
-    def ends_in_half_a_line(self, run_dir: Path) -> bool:
-        """Tell whether the last line lacks its line end, as after a kill while it was written."""
-        path = run_dir / self.name
-        if not path.exists() or not path.stat().st_size:
-            return False
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read() != b"\n"
 
     def cut(self, run_dir: Path, last_step: int) -> None:
         """Delete the records of steps after `last_step`, atomically. Raises ConfigError for a damaged file."""

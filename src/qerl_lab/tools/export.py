@@ -61,8 +61,8 @@ def requested_run(options: ExportOptions) -> RunDirectory:
         )
     if not (run.adapter / WEIGHTS).is_file():
         raise ConfigError(
-            f"run={options.run} has no adapter/{WEIGHTS}. "
-            f"Type python -m qerl_lab {resume_override(options.run)}, which says how to write it again."
+            f"run={options.run} has no adapter/{WEIGHTS}. To write it again from the last checkpoint, move DONE out of "
+            f"the directory and type python -m qerl_lab {resume_override(options.run)}."
         )
     if options.merged and options.base:
         raise ConfigError("merged=true and base=true: a merged model has its base in it. Leave one of them out.")

@@ -14,7 +14,6 @@ import pytest
 from qerl_lab.cli.jobs import reserve_directory
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.task import TaskConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
@@ -43,12 +42,6 @@ def test_a_claim_holds_the_configuration_and_what_was_typed(run: RunDirectory) -
     assert (run.metrics_from(7), run.evaluations(), run.environment(), run.last_saved()) == (([], 7), {}, {}, 0)
     assert (run.config().seed, run.config().run_dir) == (3, str(run.path))
     assert run.settings()["lora.rank"] == "32"
-
-
-def test_a_path_that_is_not_utf_8_is_recorded_and_read(tmp_path: Path) -> None:
-    run, path = RunDirectory(tmp_path / "run"), os.fsdecode(b"data-\xff/\xc3\xa9.jsonl")
-    run.claim(RunConfig(task=TaskConfig(path=path)), TYPED)
-    assert run.config().task.path == run.settings()["task.path"] == path
 
 
 def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory) -> None:

@@ -40,7 +40,6 @@ def run_dir(tmp_path: Path) -> Path:
     RunDirectory(run_dir).begin_session(1.0)
     for step in (2, 4):
         save(run_dir, step, cfg)
-    (run_dir / "eval.parquet").write_bytes(b"PAR1....PAR1")
     (run_dir / "notes").symlink_to("nowhere")  # a file of the user's, which the run never writes
     return run_dir
 
@@ -142,16 +141,6 @@ def test_a_configuration_of_garbage_is_one_sentence(run_dir: Path, text: str, wo
         RunDirectory(run_dir).config()
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("key", ["format.name", "aqn.schedule", "task.name", "algorithm.name", "rollout.engine"])
-def test_a_run_with_a_part_that_was_deleted_since_is_told_to_have_it_back(run_dir: Path, key: str) -> None:
-    group, name = key.split(".")
-    with pytest.raises(ConfigError, match=f"was made with {key}=mine, which .* Put the files of mine back") as refusal:
-        edit(run_dir, lambda values: values[group].update({name: "mine"}))
-    assert "Type" not in str(refusal.value)  # another choice would be another run
-    with pytest.raises(ConfigError, match=rf"{key}=\[mine\] is not allowed"):  # which is no name of a part
-        edit(run_dir, lambda values: values[group].update({name: ["mine"]}))
 
 
 def test_another_configuration_than_the_checkpoints_is_refused_by_its_keys(run_dir: Path) -> None:

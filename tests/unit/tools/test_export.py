@@ -249,7 +249,7 @@ def test_what_cannot_be_exported_is_refused(runs: Runs, tmp_path: Path) -> None:
     copy = shutil.copytree(runs["bf16"][0], tmp_path / "a copy")
     (copy / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(
-        ConfigError, match=r"has no adapter/adapter_model\.safetensors\. Type .* resume='.*/a copy', wh"
+        ConfigError, match=r"has no adapter/adapter_model\.safetensors\. .* move DONE out .* resume='.*/a copy'\."
     ):
         requested_run(replace(options, run=str(copy)))
     text = (copy / "resolved.yaml").read_text()
