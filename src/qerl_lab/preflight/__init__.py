@@ -20,7 +20,7 @@ from qerl_lab.preflight import machine, question_counts
 from qerl_lab.system import memory
 from qerl_lab.system.disk import cache_folder, hub_home
 from qerl_lab.tasks import question_files
-from qerl_lab.tracking.mlflow import check_given_store
+from qerl_lab.tracking.mlflow import check_store_variable
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
 SLOW_ON_A_CPU = TOO_MANY_FOR_A_CPU * 128 * 256  # parameters x tokens of a step, which take as long with a smaller model
@@ -39,7 +39,7 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     `check_machine` is called too. Raises ConfigError for a run that would fail at its start.
     """
     if cfg.tracking.mlflow:
-        check_given_store(cfg)
+        check_store_variable(cfg)
     on_disk.check_content(cfg)
     folder = on_disk.local_path(cfg.model.path)
     if cfg.task.path is not None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from qerl_lab.cli.grammar import Command, main_of
 from qerl_lab.config.option import option
+from qerl_lab.config.rules import check_store
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import metrics_table
 from qerl_lab.system import exits
-from qerl_lab.tracking.mlflow import check_uri, prepare_mlflow, resync
+from qerl_lab.tracking.mlflow import prepare_mlflow, resync
 
 
 @dataclass
@@ -33,7 +34,7 @@ def fill_mlflow(options: ResyncOptions) -> None:
     fails or cannot be reached.
     """
     if options.uri:
-        check_uri("uri", options.uri)
+        check_store("uri", options.uri)
     prepare_mlflow()
     from mlflow.exceptions import MlflowException
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from qerl_lab.config.arm import config_hash, values_of
-from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sqlite_file, sqlite_uri
 from qerl_lab.config.redact import HIDDEN, url_without_secrets
 from qerl_lab.config.rules import check_store
@@ -52,43 +52,15 @@ def prepare_mlflow() -> None:
         os.environ.setdefault(name, value)
 
 
-def check_given_store(cfg: RunConfig) -> None:
-    """Raise ConfigError if what the user gave as a run's store is no address of a store. Connects to nothing.
+def check_store_variable(cfg: RunConfig) -> None:
+    """Raise ConfigError if MLFLOW_TRACKING_URI, which names the store unless `cfg` has tracking.uri, is no address.
 
-    The address is `tracking.uri` in `cfg`, else the variable MLFLOW_TRACKING_URI. A folder in the variable is not
-    checked, because MLflow's version and settings decide whether it is a store.
+    Connects to nothing. A folder in the variable is not checked, because MLflow's version and settings decide whether
+    it is a store.
     """
     given = os.environ.get(STORE_VARIABLE, "")
-    if cfg.tracking.uri:
-        check_uri("tracking.uri", cfg.tracking.uri)
-    elif ":" in given and not given.startswith("file:"):
-        check_uri(STORE_VARIABLE, given)
-
-
-def check_uri(key: str, uri: str) -> None:
-    """Raise ConfigError if `uri`, the value of `key`, is no address of a store that MLflow knows. Connects to nothing.
-
-    `key` is an option or a variable of the environment.
-    """
-    check_store(key, uri)
-    scheme = uri.partition("://")[0]
-    if scheme in ("sqlite", "http", "https"):  # not asked, because importing MLflow takes more than a second
-        return
-    prepare_mlflow()
-    from mlflow.exceptions import MlflowException
-
-    # Private, because MLflow has no public way to ask without a connection: MlflowClient(uri) opens a database at once.
-    from mlflow.tracking._tracking_service.utils import _tracking_store_registry as registry
-
-    try:
-        registry.get_store_builder(uri)
-    except MlflowException:
-        # "" is a plain folder, and Unity Catalog (uc) holds models, not runs.
-        allowed = sorted(name for name in registry._registry if name and not name.endswith("uc"))
-        raise ConfigError(
-            f"{key}={uri} begins with {scheme}://, which MLflow does not know; allowed: {', '.join(allowed)}."
-            f"{did_you_mean(scheme, allowed)} Type for example {key}=sqlite:///mlflow.db."
-        ) from None
+    if not cfg.tracking.uri and ":" in given and not given.startswith("file:"):
+        check_store(STORE_VARIABLE, given)
 
 
 def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
@@ -269,7 +241,7 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     except ConfigError as error:
         raise ConfigError(f"{directory.path} is damaged, and its mirror stays as it is. {error}") from None
     cfg.tracking.uri = uri or cfg.tracking.uri
-    check_given_store(cfg)
+    check_store_variable(cfg)
     prepare_mlflow()
     run = MlflowMirror(cfg, directory)
     points = run.update()

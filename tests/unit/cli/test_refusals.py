@@ -51,7 +51,6 @@ def refused(line: str, capsys) -> str:
         ("eval=3", ["eval is a node", "eval.samples"]),
         ("~lora.rank", ["Type lora.rank=VALUE"]),
         ("hydra.foo=1", ["hydra.foo", "'foo' not in 'HydraConf'"]),
-        ("tracking.uri=htp://host", ["tracking.uri=htp://host begins with htp://", "Did you mean http?", "postgresql"]),
         # types
         ("lora.rank=abc", ["lora.rank=abc", "a whole number", "lora.rank=32"]),
         ("rollout.prompts_per_step=2 optim.micro_batch_size=5", ["cannot be split", "optim.micro_batch_size=4."]),
@@ -257,17 +256,10 @@ def test_a_typed_password_is_refused_without_repeating_it(line, capsys, tmp_path
 
 
 @pytest.mark.parametrize("line", ["steps=1", "-m seed=0,1", "resume=run"])
-@pytest.mark.parametrize(
-    ("uri", "said"),
-    [
-        ("htp://me:pa55word@host", "MLFLOW_TRACKING_URI=htp://***@host begins with htp://, which MLflow does not know"),
-        ("localhost:5000", "Type for example MLFLOW_TRACKING_URI=http://localhost:5000."),
-    ],
-)
-def test_a_wrong_store_in_the_environment_is_refused_like_a_typed_one(line, uri, said, capsys, monkeypatch, tmp_path):
+def test_a_wrong_store_in_the_environment_is_refused_like_a_typed_one(line, capsys, monkeypatch, tmp_path):
     claimed(tmp_path / "run", RunConfig())
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    assert said in refused(line, capsys)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "localhost:5000")
+    assert "Type for example MLFLOW_TRACKING_URI=http://localhost:5000." in refused(line, capsys)
 
 
 @pytest.mark.parametrize("words", ["tracking.uri=http://host", "tracking=none"])
