@@ -245,7 +245,7 @@ def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, t
     model, directory = shutil.copytree(ASSETS, tmp_path / "model"), RunDirectory(tmp_path / "run")
     directory.claim(with_absolute_paths(tiny(model__path=str(model))), TypedCommand("the command"))
     flip(model / "model.safetensors")
-    for words in (("qerl_lab", f"resume={directory.path}"), ("qerl_lab.train", str(directory.path))):
+    for words in (("qerl_lab", f"resume={directory.path}"), ("qerl_lab.train", str(directory.path), str(os.getpid()))):
         done = run_module(*words, cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         refusal = done.stderr + (directory.reason if directory.status == "failed" else "")

@@ -36,15 +36,14 @@ def rank_variables(gpus: int) -> list[dict[str, str]]:
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
 
 
-def refuse_several_processes(environment: Mapping[str, str], ranks: int = 1) -> None:
+def refuse_several_processes(environment: Mapping[str, str]) -> None:
     """Raise ConfigError if a launcher such as torchrun or srun started several copies of this process.
 
-    `environment` is searched for the launchers' variables (`SIZES`). WORLD_SIZE=`ranks` is accepted, because the lab
-    sets it for the processes of a run on several GPUs.
+    `environment` is searched for the launchers' variables (`SIZES`).
     """
     for name, launcher in SIZES.items():
         given = environment.get(name, "")
-        if given.isdecimal() and int(given) > 1 and not (name == "WORLD_SIZE" and int(given) == ranks):
+        if given.isdecimal() and int(given) > 1:
             raise ConfigError(
                 f"{name}={given} is set, so a launcher ({launcher}) started several processes, and each would train "
                 "the same run by itself; allowed: one process. Type the command without a launcher (with gpus=N it "

@@ -1,12 +1,11 @@
 """Entry point of the process that trains one run.
 
-    python -m qerl_lab.train RUN_DIR [PARENT]
+    python -m qerl_lab.train RUN_DIR PARENT
 
-RUN_DIR must contain `resolved.yaml`. `python -m qerl_lab` writes that file and starts this process, passing its own
-process id as PARENT. Without PARENT this process locks the directory itself. On success it writes DONE (the summary as
-JSON). On an error it writes FAILED (the reason, then the traceback) and exits with status 2 for a configuration that
-cannot run, 1 for any other error. After SIGINT, SIGTERM, SIGHUP or the death of PARENT it writes neither and exits with
-status 130.
+RUN_DIR must contain `resolved.yaml`. `python -m qerl_lab` writes that file, locks it, and starts this process, passing
+its own process id as PARENT. On success it writes DONE (the summary as JSON). On an error it writes FAILED (the reason,
+then the traceback) and exits with status 2 for a configuration that cannot run, 1 for any other error. After SIGINT,
+SIGTERM, SIGHUP or the death of PARENT it writes neither and exits with status 130.
 """
 
 import importlib
@@ -14,7 +13,6 @@ import importlib.util
 import os
 import sys
 import traceback
-from contextlib import ExitStack
 from pathlib import Path
 
 from qerl_lab.config.message import first_line
@@ -23,7 +21,6 @@ from qerl_lab.config.redact import redact
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import FAILURE, FULL, USAGE
-from qerl_lab.system.processes import refuse_several_processes
 from qerl_lab.train.stop import Diverged, Stop
 
 
@@ -36,7 +33,6 @@ def main(directory: RunDirectory, parent: int) -> int:
     is_alone = True
     try:
         cfg = directory.config()
-        refuse_several_processes(os.environ, cfg.gpus)
         is_alone = cfg.gpus == 1
         if os.environ.get("RANK", "0") != "0":  # rank 0 prints for all
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -89,19 +85,11 @@ def needs_traceback(error: Exception) -> bool:
 
 if __name__ == "__main__":
     exits.survive_lost_console()
-    arguments, held = sys.argv[1:], ExitStack()
-    directory = RunDirectory(Path(arguments[0] if arguments else ""))
-    parent = arguments[1] if len(arguments) == 2 else str(os.getppid())
-    try:
-        if len(arguments) not in (1, 2) or not parent.isdecimal() or not directory.is_claimed:
-            raise ConfigError(
-                "python -m qerl_lab.train takes RUN_DIR, a directory with resolved.yaml, and maybe PARENT, the id of a "
-                f"process; {' '.join(arguments) or 'nothing'} was given. "
-                "Type python -m qerl_lab resume=RUN_DIR, which starts it."
-            )
-        if len(arguments) == 1:  # started by hand: no parent command holds the lock
-            held.enter_context(directory.locked())
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+    if len(sys.argv) != 3:
+        print(
+            "error: python -m qerl_lab.train takes RUN_DIR and PARENT, the id of the process that has locked it. "
+            "Type python -m qerl_lab resume=RUN_DIR, which starts it.",
+            file=sys.stderr,
+        )
         sys.exit(USAGE)
-    exits.leave(main(directory, int(parent)))
+    exits.leave(main(RunDirectory(Path(sys.argv[1])), int(sys.argv[2])))

@@ -17,7 +17,6 @@ from torch import distributed
 from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import resume_override
 from qerl_lab.preflight.machine import VISIBLE
 
 T = TypeVar("T")
@@ -103,17 +102,8 @@ ALONE = Ranks()
 
 
 def join(cfg: RunConfig, device: torch.device) -> Ranks:
-    """Join torch's process group; return `ALONE` for a run of one process.
-
-    Raises ConfigError if the number of processes differs from cfg.gpus.
-    """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size != cfg.gpus:
-        raise ConfigError(
-            f"gpus={cfg.gpus} and this is one of {size} processes. Type python -m qerl_lab "
-            f"{resume_override(cfg.run_dir)}, which starts them all."
-        )
-    if size == 1:
+    """Join torch's process group; return `ALONE` for a run of one process."""
+    if cfg.gpus == 1:
         return ALONE
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -68,12 +68,6 @@ def test_one_process_stays_allowed(environment: dict[str, str]) -> None:
         refuse_several_processes(environment | {"PMI_SIZE": "2"})
 
 
-def test_a_rank_that_the_run_has_started_is_allowed_and_no_other() -> None:
-    refuse_several_processes({"WORLD_SIZE": "2"}, ranks=2)
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set"):
-        refuse_several_processes({"WORLD_SIZE": "2"}, ranks=4)
-
-
 def test_each_rank_of_a_run_gets_its_place_and_all_one_address() -> None:
     assert rank_variables(1) == [{}]
     first, second = rank_variables(2)
@@ -156,11 +150,3 @@ def test_a_run_that_a_full_disk_ended_is_told_how_to_continue(tmp_path: Path) ->
     assert command.endswith(f"python -m qerl_lab resume={tmp_path}")
     (run.path / "FAILED").write_text("ValueError: 3\n\ntrace")
     assert launch.failure_message(run) == f"failed: ValueError: 3\n{tmp_path}/FAILED has the traceback"
-
-
-def test_a_process_that_was_started_with_others_than_the_run_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ConfigError, match=r"^gpus=1 and this is one of 2 processes\. Type python -m qerl_lab resume=r1"
-    ):
-        ranks.join(RunConfig(run_dir="r1"), torch.device("cpu"))
