@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -160,9 +159,7 @@ class _PackedProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
-        with autocast_off(grad_y):
-            grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
-        return grad_x, None, None
+        return scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha), None, None
 
 
 def scaled_linear(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
@@ -178,12 +175,6 @@ def scaled_linear(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None =
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return autocast's dtype on `device`, None if autocast is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Context manager: switch autocast off for a backward pass if the gradient `x` has another dtype than autocast."""
-    on = autocast_dtype(x.device) not in (None, x.dtype)
-    return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
 def packable(model: nn.Module, ignore: Sequence[str]) -> list[str]:

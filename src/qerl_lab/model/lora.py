@@ -7,7 +7,7 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
-from qerl_lab.model.linear import PackedLinear, autocast_dtype, autocast_off, scaled_linear
+from qerl_lab.model.linear import PackedLinear, autocast_dtype, scaled_linear
 
 
 def register_lora(lora_config: LoraConfig) -> None:
@@ -56,31 +56,20 @@ class _LoraProduct(torch.autograd.Function):
         inner = x @ A.t()
         ctx.save_for_backward(x, inner, A, B)
         ctx.scaling, ctx.base = scaling, base
-        return _add_product(scaled_linear(x, weight, alpha, bias), inner, B.t(), scaling)
+        return scaled_linear(x, weight, alpha, bias).addmm_(inner, B.t(), alpha=scaling)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
         x, inner, A, B = ctx.saved_tensors
-        with autocast_off(grad_y):
-            grad_inner = scaled_linear(grad_y, B.t(), ctx.scaling)
-            grad_A = grad_inner.t() @ x
-            grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling)
-            if not ctx.needs_input_grad[0]:
-                return None, grad_A, grad_B, None, None
-            weight, alpha = _scaled_weight(ctx.base, x.dtype)
-            grad_x = _add_product(scaled_linear(grad_y, weight.t(), alpha), grad_inner, A)
+        grad_inner = scaled_linear(grad_y, B.t(), ctx.scaling)
+        grad_A = grad_inner.t() @ x
+        grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_A, grad_B, None, None
+        weight, alpha = _scaled_weight(ctx.base, x.dtype)
+        grad_x = scaled_linear(grad_y, weight.t(), alpha).addmm_(grad_inner, A)
         return grad_x, grad_A, grad_B, None, None
-
-
-def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
-    """Return y + scaling * a @ b. Overwrites `y`, except under torch.compile.
-
-    Under torch.compile the result is a new tensor, because torch 2.11 compiles the overwriting to wrong gradients.
-    """
-    if torch.compiler.is_compiling():
-        return torch.addmm(y, a, b, alpha=scaling)
-    return y.addmm_(a, b, alpha=scaling)
 
 
 def _scaled_weight(base: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, float]:

@@ -10,7 +10,6 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
 from packed_layers import (
-    BY_NAME,
     LAYER_NAMES,
     NVFP4,
     K,
@@ -93,30 +92,12 @@ def test_autocast(weight_format: Format) -> None:
     torch.testing.assert_close(own, theirs, rtol=5e-2, atol=0.1)
 
 
-def test_backward_inside_an_autocast_that_the_forward_did_not_know() -> None:
-    layer = with_adapter(packed_linear(NVFP4))
-    x = torch.randn(7, K, requires_grad=True)
-    y = layer(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    assert torch.equal(inside[0], torch.autograd.grad(y.sum(), x)[0])
-
-
 def test_what_is_saved_for_the_backward_pass() -> None:
     layer, shapes = with_adapter(packed_linear(NVFP4)), []
     x = torch.randn(7, K, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
         layer(x)
     assert sorted(shapes) == sorted([(7, K), (7, RANK), (RANK, K), (N, RANK)])
-
-
-@pytest.mark.parametrize("fullgraph_of", ["nvfp4", "nf4", "dense"])
-def test_torch_compile(fullgraph_of: str) -> None:
-    layer = with_adapter(linear() if fullgraph_of == "dense" else packed_linear(BY_NAME[fullgraph_of]))
-    x = torch.randn(7, K, requires_grad=True)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), layer(x))
-    torch.testing.assert_close(gradients(compiled(x), layer, x), gradients(layer(x), layer, x))
 
 
 def test_it_steps_aside_where_the_adapter_drops_out_or_is_off(fused_calls: list[int]) -> None:
