@@ -206,8 +206,8 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
     Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
 
-    Raises ConfigError if a name in `names` fits no module, or fits a module that feeds no linear layer or cannot be
-    held in float32. `path` is model.path, for the message.
+    Raises ConfigError if a name in `names` fits no module, or fits a module that feeds no linear layer or has a bias.
+    `path` is model.path, for the message.
     """
     norms = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in names}
     feeding = _norms_before_linears(model)
@@ -216,23 +216,11 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
         allowed = sorted({name.rpartition(".")[2] for name in feeding})
         remedy = f" Type aqn.norms={spell_list(allowed)}." if allowed else ""
         raise ConfigError(
-            f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the "
-            f"norms before q, k, v and gate, up; allowed: {', '.join(allowed) or 'none of this model'}.{remedy}"
-        )
-    if biased := [name for name, module in norms.items() if not _can_be_float32(module)]:
-        raise ConfigError(
-            f"aqn.norms={spell_list(names)}: in {path} {biased[0]} has a bias, and torch computes such a norm in one "
-            "dtype, noise needs float32; allowed: norms without bias. Type model.dtype=float32, or another model."
+            f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer or has a bias, and noise "
+            "belongs on the norms before q, k, v and gate, up; allowed: "
+            f"{', '.join(allowed) or 'none of this model'}.{remedy}"
         )
     return norms
-
-
-def _can_be_float32(norm: nn.Module) -> bool:
-    """Tell whether `norm` works with a float32 weight on inputs of the model's dtype.
-
-    A norm with a bias does not, unless the model is float32: torch's LayerNorm takes weight and input in one dtype.
-    """
-    return getattr(norm, "bias", None) is None or norm.get_parameter("weight").dtype == torch.float32
 
 
 def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
@@ -243,21 +231,23 @@ def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     try:
         noisy_norms(model, names, "")
     except ConfigError:
-        fitting = [name for name in _norms_before_linears(model) if _can_be_float32(model.get_submodule(name))]
-        return sorted({name.rpartition(".")[2] for name in fitting})
+        return sorted({name.rpartition(".")[2] for name in _norms_before_linears(model)})
     return list(names)
 
 
 @torch.no_grad()
 def _norms_before_linears(model: PreTrainedModel) -> set[str]:
-    """Run one token through `model`; return the full names of the norms that feed a Linear."""
+    """Run one token through `model`; return the full names of the norms without bias that feed a Linear.
+
+    torch computes a norm with a bias in one dtype, so that its weight alone cannot be float32 (`hold_in_float32`).
+    """
     written: dict[str, Tensor] = {}  # keep the tensors alive, so that no address is reused
     read: list[Tensor] = []
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             hooks.append(module.register_forward_pre_hook(lambda _, args: read.append(args[0])))
-        elif isinstance(weight := getattr(module, "weight", None), nn.Parameter) and weight.dim() == 1:
+        elif [parameter.dim() for parameter in module.parameters(recurse=False)] == [1]:  # a norm's weight
             hooks.append(module.register_forward_hook(lambda _, __, output, name=name: written.update({name: output})))
     model.base_model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
     for hook in hooks:

@@ -24,7 +24,6 @@ from qerl_lab.system.exits import FULL
 
 PROBE_BYTES = 2**20
 MANIFEST, STATE = "manifest.json", "lab_state.json"
-ONCE_SAVED = ("run_key", "device", "dtype")  # keys that only older checkpoints have, and that are not read
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Saved:
         prompts_seen: position in the training data.
         config: values of `arm.settings_of_run`, to detect a changed configuration.
         noise: state of `train.noise_level.NoiseLevel`.
-        micro_batch_size: completions per forward and backward pass; None in older checkpoints.
+        micro_batch_size: completions per forward and backward pass.
     """
 
     path: Path
@@ -183,7 +182,7 @@ def load(path: Path) -> Saved:
             raise ValueError(f"{name} does not match its checksum")
     state = parse_json((path / STATE).read_text())
     try:
-        return Saved(path, **{name: value for name, value in state.items() if name not in ONCE_SAVED})
+        return Saved(path, **state)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{STATE} is of another version: {error}") from None
 

@@ -242,7 +242,9 @@ def run(options: RunOptions) -> None:
     if packed_again:
         print(f"{with_noun(len(packed_again), 'run')} that ended here before packed again into {format_path(pack)}")
     if to_make and not machine.started.is_set():
-        print(f"{with_noun(len(to_make), 'run')} left, none started: {machine.lacking_time(to_make[0])}")
+        minutes = max(START_SECONDS, queue.estimate(to_make[0]).seconds) / 60
+        left = with_noun(len(to_make), "run")
+        print(f"{left} left, none started: the next needs {minutes:.1f} minutes, more than minutes or lease leave")
         return
     if to_make:
         print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
@@ -287,16 +289,6 @@ class Machine:
     def until(self) -> float:
         """Return when this command must end, in seconds of `time.monotonic`: at once after `stopped`."""
         return self.began + 60 * (0 if self.stopped.is_set() else self.options.minutes)
-
-    def lacking_time(self, planned: Planned) -> str:
-        """Say which of lease and minutes is too short to start a run or to go on with it, and how long it must be."""
-        is_new, lease = not RunDirectory(self.run_folder(planned)).is_claimed, self.options.lease
-        needed, key, given = START_SECONDS, "minutes", self.options.minutes
-        if is_new and lease is None:
-            needed = max(needed, self.queue.estimate(planned).seconds)
-        elif lease is not None and 60 * given > START_SECONDS:
-            needed, key, given = self.queue.estimate(planned).seconds, "lease", lease
-        return f"the next needs {needed / 60:.1f} minutes, and {key}={given:g}"
 
     def run_folder(self, planned: Planned) -> Path:
         """Return the directory of a run on this machine."""

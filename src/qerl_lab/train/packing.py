@@ -69,30 +69,25 @@ def should_pack(cfg: RunConfig, model: PreTrainedModel) -> bool:
 
     With optim.packing=auto a run packs on a GPU with model.attention=sdpa, if the model allows packing.
     """
-    why = why_not_packable(model)
-    if cfg.optim.packing == "on" and why:
+    allowed = is_packable(model)
+    if cfg.optim.packing == "on" and not allowed:
         raise ConfigError(
-            f"optim.packing=on is not possible for {cfg.model.path}: {why}; allowed: models in which every "
-            "layer attends to all earlier tokens, without dropout. Type optim.packing=off."
+            f"optim.packing=on is not possible for {cfg.model.path}; allowed: models in which every layer attends to "
+            "all earlier tokens, without dropout, capped logits, or attention of its own. Type optim.packing=off."
         )
-    by_itself = cfg.model.attention == "sdpa" and model.device.type == "cuda" and not why
+    by_itself = cfg.model.attention == "sdpa" and model.device.type == "cuda" and allowed
     return cfg.optim.packing == "on" or (cfg.optim.packing == "auto" and by_itself)
 
 
-def why_not_packable(model: PreTrainedModel) -> str:
-    """Return the reason why the model's attention cannot be packed; an empty string if it can."""
+def is_packable(model: PreTrainedModel) -> bool:
+    """Return whether the model's attention can be packed: all layers are `attend` but for the projections."""
     config = model.config.get_text_config()
     if layer_types := getattr(config, "layer_types", None):
         attends_to_all = set(layer_types) == {"full_attention"}
     else:
         attends_to_all = getattr(config, "sliding_window", None) is None
-    if not attends_to_all:
-        return "some of its layers attend to a sliding window, or are no attention"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "its attention caps the logits (attn_logit_softcapping)"
-    if dropout := getattr(config, "attention_dropout", 0):
-        return f"its attention has a dropout of {dropout}"
-    return "" if model._can_set_attn_implementation() else "its attention does not use transformers' AttentionInterface"
+    is_plain = not any(getattr(config, name, None) for name in ("attn_logit_softcapping", "attention_dropout"))
+    return attends_to_all and is_plain and model._can_set_attn_implementation()  # takes an AttentionInterface
 
 
 def attend(

@@ -140,11 +140,8 @@ def hide_other_gpus(wanted: int) -> str | None:
     refuse_fewer_gpus(wanted, len(names))
     if len(names) <= wanted:
         return None
-    taken, hidden = names[:wanted], names[wanted:]
-    os.environ[VISIBLE] = ",".join(taken)
-    noun, pronoun = ("GPU", "another") if wanted == 1 else ("GPUs", "others")
-    others = ",".join([*hidden, *taken][:wanted])  # some that are taken, too, if fewer than `wanted` are hidden
+    os.environ[VISIBLE] = ",".join(names[:wanted])
     return (
-        f"The run takes {noun} {os.environ[VISIBLE]} ({torch.cuda.get_device_name(0)}) of the {len(names)} visible "
-        f"ones. To take {pronoun}, type {VISIBLE}={others} before the command."
+        f"The run takes {with_noun(wanted, 'GPU')} ({torch.cuda.get_device_name(0)}) of the {len(names)} visible ones: "
+        f"{VISIBLE}={os.environ[VISIBLE]}. To take others, type it before the command with other numbers."
     )

@@ -117,10 +117,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("gpus", "count", "visible", "kept", "said"),
     [
-        (1, 2, None, "0", "The run takes GPU 0 (NVIDIA H200) of the 2 visible ones. "
-         "To take another, type CUDA_VISIBLE_DEVICES=1 before the command."),
-        (2, 8, "5,2,7", "5,2", "The run takes GPUs 5,2 (NVIDIA H200) of the 3 visible ones. "
-         "To take others, type CUDA_VISIBLE_DEVICES=7,5 before the command."),
+        (1, 2, None, "0", "The run takes 1 GPU (NVIDIA H200) of the 2 visible ones: CUDA_VISIBLE_DEVICES=0. "
+         "To take others, type it before the command with other numbers."),
+        (2, 8, "5,2,7", "5,2", "The run takes 2 GPUs (NVIDIA H200) of the 3 visible ones: CUDA_VISIBLE_DEVICES=5,2. "
+         "To take others, type it before the command with other numbers."),
         (1, 8, "3", "3", None),
         (1, 1, None, None, None),
         (1, 8, "", "", None),

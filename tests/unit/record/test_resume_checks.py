@@ -88,10 +88,7 @@ def test_a_configuration_that_was_cut_off_is_refused_at_any_line(run_dir: Path, 
 
 
 def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_dir: Path) -> None:
-    """Its record and its checkpoint lack a key of today, which means the default, and have one that is deleted.
-
-    Its checkpoint has a run_key, a device and a dtype, which later ones do not.
-    """
+    """Its record and its checkpoint lack a key of today, which means the default, and have one that is deleted."""
     known = {name: value for name, _, value in leaves(RunConfig(steps=12))}
     assert {name: known[name] for name in ADDED} == dict(ADDED)
 
@@ -102,7 +99,7 @@ def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_d
 
     cfg, younger = edit(run_dir, age), RunDirectory(run_dir)
     then = {name: value for name, value in settings_of_run(cfg).items() if name not in ADDED} | {REMOVED[-1]: 8}
-    state = {"step": 4, "prompts_seen": 4, "run_key": "k", "config": then, "device": "cpu", "dtype": "f"}
+    state = {"step": 4, "prompts_seen": 4, "config": then}
     checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
     assert younger.starting_point(cfg).step == 4
     assert settings_of_arm(younger.settings()) == settings_of_arm({name: str(value) for name, value in known.items()})
