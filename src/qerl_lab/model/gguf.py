@@ -139,7 +139,7 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     """Dequantize a GGUF file and write model, tokenizer and `gguf.json` to the existing directory `folder`."""
     import torch
     from tokenizers import AddedToken, decoders
-    from transformers import TOKENIZER_MAPPING, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, GgufConfig
 
     from qerl_lab.model.chat import save_tokenizer
     from qerl_lab.model.loading import load_by_transformers
@@ -153,11 +153,7 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
         raise ValueError(
             f"it has {file_header.parameters:,} weights, and {type(model).__name__} {weights:,}: some would be left out"
         )
-    # AutoTokenizer alone would read the header once more, to find this class: 14 s for a vocabulary of 150,000.
-    kind = TOKENIZER_MAPPING.get(type(model.config), object)
-    if not issubclass(kind, PreTrainedTokenizerFast):  # mistral-common's, where vLLM is installed, reads no GGUF
-        kind = AutoTokenizer
-    tokenizer = kind.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # Restore what transformers 5.17 drops for the llama architecture: without this eos becomes the file's bos,
     # user-defined tokens are split, and decoded text loses a leading space.
     for name, number in file_header.special_ids.items():

@@ -33,7 +33,7 @@ class PackedLinear(nn.Linear):
     the state dict; the result is bit-equal.
 
     After `hold` with an `engine_layout` the buffers are an engine's tensors in the engine's layout. The layer computes
-    the same bits. If the layer is then moved to another device, its buffers become copies in checkpoint layout again.
+    the same bits.
     """
 
     def __init__(self, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> None:
@@ -123,8 +123,6 @@ class PackedLinear(nn.Linear):
         """
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = probe.dtype
-        if self.engine_layout is not None and probe.device != self.weight.device:
-            self.hold(self.packed())  # an engine's tensor may hold several layers, and each would copy all of it
         packed = self.held().values()
 
         def keep_dtype(tensor: Tensor) -> Tensor:

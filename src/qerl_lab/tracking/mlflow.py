@@ -67,18 +67,15 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
     """Return the URI of the run's MLflow store, with the path of a sqlite file made absolute.
 
     It is the first that is set: `tracking.uri` in `cfg`, the variable MLFLOW_TRACKING_URI, `uri` in mlflow.json,
-    mlflow.db in the working directory. Raises ConfigError for a URI with *** in place of a password, except an http(s)
-    URI while MLFLOW_TRACKING_USERNAME is set.
+    mlflow.db in the working directory. Raises ConfigError for a URI with *** in place of a password.
     """
     uri = cfg.tracking.uri or os.environ.get(STORE_VARIABLE) or directory.mirror().get("uri")
     uri = uri or "sqlite:///mlflow.db"
     if HIDDEN in uri:
-        if not (uri.startswith("http") and os.environ.get("MLFLOW_TRACKING_USERNAME")):
-            raise ConfigError(
-                f"the run's MLflow store is {uri}, and no record keeps what is hidden there. "
-                "Type MLFLOW_TRACKING_URI=URL, the whole of it, in front of the command."
-            )
-        uri = uri.replace(f"{HIDDEN}@", "")
+        raise ConfigError(
+            f"the run's MLflow store is {uri}, and no record keeps what is hidden there. "
+            "Type MLFLOW_TRACKING_URI=URL, the whole of it, in front of the command."
+        )
     path = sqlite_file(uri)
     return sqlite_uri(path.absolute()) if path else uri
 

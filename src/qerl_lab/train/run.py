@@ -173,8 +173,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
         policy = build_policy(cfg, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.message_while_loading(cfg, device, error)) from error
-    lacks_first_exam = cfg.eval.questions > 0 and "before" not in directory.evaluations()
-    if cfg.lora.start_from and (not saved or lacks_first_exam):  # the first exam uses this adapter
+    if cfg.lora.start_from:  # the first exam uses this adapter
         load_adapter(policy.model, adapter_folder(cfg.lora.start_from))
     policy.chat.day = ranks.from_first(directory.first_day())
     data = select(cfg, policy, task)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TOKENIZER_MAPPING, AutoTokenizer, LlamaConfig
-from transformers.tokenization_mistral_common import MistralCommonBackend
+from transformers import AutoTokenizer
 
 from gguf_files import HEADS, KV_HEADS, write_gguf
 from qerl_lab import preflight
@@ -98,13 +97,6 @@ def test_the_tokenizer_reads_and_writes_as_the_files_own(file: Path) -> None:
         ids = own(text)["input_ids"]
         assert found(text)["input_ids"] == ids
         assert found.decode(ids) == text
-
-
-def test_a_class_of_tokenizers_that_reads_no_gguf_is_not_asked(new_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where mistral-common is installed, as beside vLLM, its class is the one of Mistral's models."""
-    monkeypatch.setitem(TOKENIZER_MAPPING._extra_content, LlamaConfig, MistralCommonBackend)
-    write_gguf(new_file)
-    assert (gguf.unpack(new_file) / "tokenizer.json").is_file()
 
 
 def test_it_is_unpacked_once_and_again_when_the_file_changes(

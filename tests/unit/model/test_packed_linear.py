@@ -179,14 +179,3 @@ def test_a_change_of_dtype_leaves_them_on_one_tensor(q_and_k: nn.ModuleList) -> 
     q_and_k.to("cpu", torch.bfloat16).float()
     assert all(layer.weight is whole for layer in q_and_k)
     assert all(torch.equal(layer(x), y) for layer, y in zip(q_and_k, before, strict=True))
-
-
-def test_a_layer_that_moves_takes_its_own_part_along(q_and_k: nn.ModuleList) -> None:
-    """The meta device stands for another."""
-    layer = q_and_k[1].to("meta")
-    assert layer.engine_layout is None
-    assert {name: tuple(tensor.shape) for name, tensor in layer.held().items()} == {
-        name: shape for name, (shape, _) in NVFP4.layout((BLOCK, K)).items()
-    }
-    assert all(tensor.is_meta for tensor in layer.buffers())
-    assert not q_and_k[0].weight.is_meta

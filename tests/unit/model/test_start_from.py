@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -24,7 +23,6 @@ from qerl_lab.model import adapter_files, policy
 from qerl_lab.model.policy import Policy
 from qerl_lab.preflight import check
 from qerl_lab.train.run import build_session
-from qerl_lab.train.run import run as train
 from qerl_lab.train.stop import Stop
 from run_directories import claimed
 
@@ -67,20 +65,6 @@ def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, beg
     assert own.keys() == held.keys()
     assert all(torch.equal(own[name], held[name]) for name in held)
     assert any(f"begins with the adapter of {start}" in note for note in session.notes)
-
-
-def test_a_resumed_run_that_lost_its_answers_asks_before_training_with_that_adapter(
-    run: Path, tmp_path: Path, begun: Tiny
-) -> None:
-    directory = claimed(tmp_path / "second", begun(run, format__name="nvfp4", steps=1))
-    directory.begin()
-    assert train(directory.config(), directory, Stop()) == 0
-    whole = directory.evaluations()["before"]
-    (directory.path / "DONE").unlink()
-    (directory.path / "eval.parquet").unlink()
-    directory.begin()
-    assert train(directory.config(), directory, Stop()) == 0
-    pd.testing.assert_frame_equal(directory.evaluations()["before"], whole)
 
 
 def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Path) -> None:
