@@ -173,9 +173,9 @@ def test_a_chat_template_may_be_in_the_tokenizer_s_settings(model: Path) -> None
 @pytest.mark.parametrize(
     ("prompt", "completion", "typed"),
     [
-        (100, 4096, "rollout.max_completion_tokens=1948"),
-        (4000, 48, "rollout.max_prompt_tokens=2000"),
-        (1024, 1025, "rollout.max_completion_tokens=1024"),
+        (100, 4096, "rollout.max_prompt_tokens=100 rollout.max_completion_tokens=1948"),
+        (4000, 48, "rollout.max_prompt_tokens=2000 rollout.max_completion_tokens=48"),
+        (1024, 1025, "rollout.max_prompt_tokens=1024 rollout.max_completion_tokens=1024"),
         (3000, 2000, "rollout.max_prompt_tokens=1024 rollout.max_completion_tokens=1024"),
     ],
 )
@@ -188,28 +188,6 @@ def test_a_text_longer_than_the_context_is_refused_with_the_words_that_fit(
         on_disk.check(model, plain(model__path=str(model), **given))
     changed = {f"rollout__{word.removeprefix('rollout.')}": int(n) for word, n in (w.split("=") for w in typed.split())}
     on_disk.check(model, plain(model__path=str(model), **(given | changed)))
-
-
-LONG = {"max_position_embeddings": 32768}
-
-
-@pytest.mark.parametrize(
-    ("config", "tokens"),
-    [
-        (LONG, 32768),
-        (LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
-        (LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}, 32768),
-        (
-            LONG | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}},
-            32768,
-        ),
-        (LONG | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 65536),
-        (LONG | {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096}}, 32768),
-        (LONG | {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 32768),
-    ],
-)
-def test_the_context_is_read_as_the_config_states_it(config: dict[str, Any], tokens: int | None) -> None:
-    assert on_disk.context_tokens(config) == tokens
 
 
 @pytest.mark.parametrize("scale", [name for name in choices_of("scale") if name != "custom"])

@@ -207,15 +207,9 @@ def check_chat_template(folder: Path, setting: str) -> None:
 def context_tokens(config: dict[str, Any]) -> int | None:
     """Return the model's context length in tokens from `config`, its config.json; None if not given there.
 
-    Rope scaling of the kinds linear, dynamic and yarn multiplies the trained positions by a factor. For other kinds
-    (llama3, longrope, a table by kind of layer) `max_position_embeddings` is already the stretched number.
+    Rope scaling of a checkpoint that states its trained length only (linear, dynamic, yarn) is not counted.
     """
-    positions = config.get("max_position_embeddings")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if positions is None or rope.get("rope_type", rope.get("type")) not in ("linear", "dynamic", "yarn"):
-        return positions
-    unstretched = rope.get("original_max_position_embeddings") or positions
-    return max(positions, int(unstretched * (rope.get("factor") or 1)))
+    return config.get("max_position_embeddings")
 
 
 def cache_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
@@ -234,17 +228,11 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
         return
-    half = context // 2
-    if prompt <= half:
-        remedy = f"rollout.max_completion_tokens={context - prompt}"
-    elif completion <= half:
-        remedy = f"rollout.max_prompt_tokens={context - completion}"
-    else:
-        remedy = f"rollout.max_prompt_tokens={half} rollout.max_completion_tokens={context - half}"
+    shorter = min(prompt, max(context // 2, context - completion))
     raise ConfigError(
         f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} are {prompt + completion} "
-        f"tokens, and {setting} was made for {context} (its config.json: max_position_embeddings and rope scaling). "
-        f"Type {remedy}."
+        f"tokens, and {setting} was made for {context} (its config.json: max_position_embeddings). Type "
+        f"rollout.max_prompt_tokens={shorter} rollout.max_completion_tokens={context - shorter}."
     )
 
 
