@@ -41,7 +41,7 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # the packed weights are frozen and the same on every rank
         ddp_timeout=int(PATIENCE.total_seconds()),
-        seed=cfg.seed % (2**32 - cfg.gpus + 1),  # TRL adds the rank, and NumPy takes no seed from 2**32 on
+        seed=cfg.seed,
         save_strategy="no",  # `_StepCallback` decides
         report_to="none",
         disable_tqdm=True,

@@ -107,13 +107,11 @@ class NoiseLevel:
         target, kl, sigma = self.target(step), self.state["kl"], self.state["sigma"]
         if abs(math.log(max(kl, 1e-300) / target)) <= math.log1p(self.aqn.solver.tolerance):
             return ""
-        if sigma >= self.aqn.sigma_max:
-            why = "which is aqn.sigma_max. Type a higher one, or a lower aqn.kl_start"
-        elif sigma <= self.aqn.sigma_min:
-            why = "which is aqn.sigma_min: rounding alone is as much. Type a higher aqn.kl_end"
-        else:
-            why = f"after {self.state['probes']} tries. Type a higher aqn.solver.probes, or another aqn.kl_start"
-        return f"no sigma was found with a KL of {target:.2g} nats: it is {kl:.2g} at sigma {sigma:.2g}, {why}."
+        return (
+            f"no sigma was found with a KL of {target:.2g} nats: it is {kl:.2g} at sigma {sigma:.2g}, after "
+            f"{self.state['probes']} tries between aqn.sigma_min={self.aqn.sigma_min:g} and "
+            f"aqn.sigma_max={self.aqn.sigma_max:g}. Type another aqn.kl_start or aqn.kl_end, or more aqn.solver.probes."
+        )
 
 
 def build_kl_measure(
