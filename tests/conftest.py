@@ -119,7 +119,7 @@ def process_restored() -> Iterator[None]:
     for logger, level in zip(loggers, levels, strict=True):
         if logger.level != level:
             logger.setLevel(level)
-    exits.STOPS.clear(), launch._children.clear()
+    launch._children.clear()
     for answer in (machine.visible_gpus, machine.gpu_memory_bytes, say_hub_is_asked):
         answer.cache_clear()
     gc.enable()

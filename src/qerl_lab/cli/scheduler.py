@@ -22,7 +22,6 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
-from qerl_lab.system import exits
 from qerl_lab.system.disk import replace_file
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK
 
@@ -50,7 +49,6 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     request = launch.StopRequest()
 
     def stop_jobs(number: int, frame: FrameType | None) -> None:
-        exits.STOPS.append(number)
         if request.receive(number):
             stop_file.write_text(launch.ABORT, encoding="utf-8")
             raise KeyboardInterrupt

@@ -28,7 +28,6 @@ INTERRUPTED = 130  # ended by a signal; the same command, or resume=, continues
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # the pipe has no reader; the terminal is closed
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full; the user's quota is used up
-STOPS: list[int] = []  # signals that a sweep of this process received; a sweep may still end as done after a signal
 Main = Callable[[list[str]], int]  # command-line arguments -> exit code
 _left: list[int] = []  # the exit code that was passed to `leave`
 

@@ -154,8 +154,6 @@ def search(options: SearchOptions, words: list[str]) -> None:
             )
         value = _mean_over_runs(options.trial_folder(trial), options)
         study.tell(trial.number, value, TrialState.FAIL if value is None else None)
-        if exits.STOPS:  # a stop came, although the sweep finished
-            raise KeyboardInterrupt("the same command continues with the next trial")
     table = _format_table(study, options, shared)
     (options.folder / TABLE).write_text(f"{table}\n", encoding="utf-8")
     print(f"\n{table}")

@@ -3,7 +3,6 @@
 import json
 import math
 import shlex
-import signal
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 optuna = pytest.importorskip("optuna")
 
 from qerl_lab.config.option import ConfigError  # noqa: E402
-from qerl_lab.system import exits  # noqa: E402
 from qerl_lab.tools import search as command  # noqa: E402
 from qerl_lab.tools.search import SearchOptions, read_space  # noqa: E402
 
@@ -109,19 +107,6 @@ def test_a_search_that_was_stopped_tries_what_one_in_a_piece_does(tmp_path: Path
     assert later > first, "after ten trials it looks where they were best"
     search(tmp_path / "stopped", stopped, trials=15)
     assert len(stopped.calls) == 16
-
-
-def test_a_stop_ends_a_search_also_where_the_trial_under_way_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lab = Lab()
-    monkeypatch.setattr(exits, "STOPS", [signal.SIGINT])
-    with pytest.raises(KeyboardInterrupt, match="continues with the next trial"):
-        search(tmp_path, lab, trials=3)
-    assert len(lab.calls) == 1
-    monkeypatch.undo()
-    search(tmp_path, lab, trials=3)
-    assert len(lab.calls) == 3
 
 
 def test_a_trial_with_a_failed_run_is_worth_nothing_and_the_search_goes_on(tmp_path: Path) -> None:
