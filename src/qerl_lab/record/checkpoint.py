@@ -175,8 +175,6 @@ def load(path: Path) -> Saved:
     Raises OSError if a file is missing, ValueError if one does not match its checksum.
     """
     digests = parse_json((path / MANIFEST).read_text())
-    if not isinstance(digests, dict) or STATE not in digests:
-        raise ValueError(f"{STATE} is not in {MANIFEST}")
     for name, digest in digests.items():
         if sha256(path / name) != digest:
             raise ValueError(f"{name} does not match its checksum")

@@ -178,15 +178,6 @@ def test_what_is_flushed_is_on_the_disk(tmp_path, monkeypatch) -> None:
     assert synced >= {"metrics.jsonl", "checkpoints", "optimizer.pt", MANIFEST}
 
 
-@pytest.mark.parametrize("text", ["[]", "{}"])
-def test_a_manifest_of_garbage_is_damage(tmp_path, text: str) -> None:
-    path = saved(tmp_path, 1, 2)
-    (path / MANIFEST).write_text(text)
-    assert newest(tmp_path).step == 1
-    assert saved(tmp_path, 2) == path
-    assert newest(tmp_path).step == 2, "the same step again replaces the damaged one"
-
-
 @pytest.mark.parametrize("keep", [1, 2])
 def test_damaged_later_checkpoints_do_not_crowd_out_new_ones(tmp_path, keep: int) -> None:
     """After a fall back to step 2, a save of step 3 must be there to continue from."""
