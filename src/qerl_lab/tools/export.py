@@ -64,8 +64,6 @@ def requested_run(options: ExportOptions) -> RunDirectory:
             f"run={options.run} has no adapter/{WEIGHTS}. To write it again from the last checkpoint, move DONE out of "
             f"the directory and type python -m qerl_lab {resume_override(options.run)}."
         )
-    if options.merged and options.base:
-        raise ConfigError("merged=true and base=true: a merged model has its base in it. Leave one of them out.")
     check_free(options, EXPORT)
     return run
 

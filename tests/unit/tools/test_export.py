@@ -242,8 +242,6 @@ def test_what_cannot_be_exported_is_refused(runs: Runs, tmp_path: Path) -> None:
         requested_run(replace(options, run="nowhere"))
     with pytest.raises(ConfigError, match="Type another out"):
         requested_run(replace(options, out=run))
-    with pytest.raises(ConfigError, match="a merged model has its base in it"):
-        requested_run(replace(options, merged=True, base=True))
     with pytest.raises(ConfigError, match="was not made by this command"):
         requested_run(replace(options, out=run, overwrite=True))
     copy = shutil.copytree(runs["bf16"][0], tmp_path / "a copy")
