@@ -127,16 +127,11 @@ def plan(options: PlanOptions) -> None:
     for planned in queue.runs:
         if queue.failures(planned.key) and planned not in queue.left() and not queue.is_done(planned.key):
             print(f"failed {queue.failures(planned.key)} times, not planned again: {planned.key}")
-    known = {planned.key for planned in queue.runs}
-    names = dict.fromkeys(row["run"] for row in queue.of_another_preregistration())
-    past, here = [name for name in names if name not in known], [name for name in names if name in known]
-    made = f"made under another {PREREGISTRATION}"
-    for named, description in (
-        (past, f"{made} and used by no verdict"),
-        (here, f"of this queue {made}; to make such a run under the present file, take its row out of ledger.csv"),
-    ):
-        if named:
-            print(f"{with_noun(len(named), 'run')} {description}: {', '.join(named)}")
+    if names := list(dict.fromkeys(row["run"] for row in queue.of_another_preregistration())):
+        print(
+            f"{with_noun(len(names), 'run')} made under another {PREREGISTRATION}; to make one of this queue again, "
+            f"take its row out of ledger.csv: {', '.join(names)}"
+        )
     made_here = {planned.key for planned in queue.runs if planned.part_in(parts)}
     of_done = [row for row in queue.rows if row["state"] == DONE and row["run"] in made_here]
     if lacking := [row["run"] for row in of_done if queue_file.missing_evaluations(row)]:
@@ -162,17 +157,8 @@ def plan(options: PlanOptions) -> None:
         words = queue_file.join_overrides(options.part_of_gpu, planned.words)
         print(f"python -m qerl_lab {shlex.join(words)}")
     if spent:
-        print(f"to make them on a machine and pack their records: {_run_line(options)}")
-
-
-def _run_line(options: PlanOptions) -> str:
-    """Format the command `run` that makes what `plan` with these options lists."""
-    usual, words = vars(PlanOptions()), [options.queue]
-    for name, value in vars(options).items():
-        if name != "queue" and value != usual[name]:
-            text = ",".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else value
-            words.append(f"{name}={text}")
-    return f"{LINE} run {shlex.join(words)} pack=DIR"
+        line = f"{LINE} run {shlex.quote(options.queue)} pack=DIR"
+        print(f"to make them on a machine and pack their records: {line}, and the other words of this command")
 
 
 def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
@@ -351,7 +337,6 @@ class Machine:
             return False
         trained = time.time()
         training_seconds = max(trained - start, run.result().get("seconds", 0.0))  # the result counts all sessions
-        _drop_texts(run)
         self._write_row(planned, run, start, training_seconds, 0)
         self.pack(planned)
         if run.status == DONE and planned.after:

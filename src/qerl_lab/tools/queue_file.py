@@ -202,10 +202,6 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
         names = [part.name for part in parts]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two parts have the name {twice[0]}; give each its own")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} is not there. Type the path of a file such as results/qwen1_5b/queue.yaml."
-        ) from None
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(
             f"{path} is no queue ({in_one_line(error)}). Type the path of a file such as results/qwen1_5b/queue.yaml."

@@ -7,7 +7,6 @@ import itertools
 import json
 import tarfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,30 +30,6 @@ from waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("composed_once")
 MERGE = command._merge  # which `lab` replaces
-
-
-@pytest.mark.parametrize(("gpus", "seen", "expected"), [
-    (2, "", ["0", "1"]),
-    (2, "4,7", ["4", "7"]),
-    (1, "", [None]),
-])  # fmt: skip
-def test_a_run_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, seen: str, expected: list[str | None]) -> None:
-    at_once, most = Counter[str | None](), Counter[str | None]()
-
-    def train_and_evaluate(self: Machine, one: Planned, visible: Mapping[str, str]) -> bool:
-        gpu = visible.get("CUDA_VISIBLE_DEVICES")
-        at_once[gpu] += 1
-        most[gpu] = max(most[gpu], at_once[gpu])
-        time.sleep(0.02)
-        at_once[gpu] -= 1
-        return True
-
-    monkeypatch.setattr(Machine, "train_and_evaluate", train_and_evaluate)
-    names = seen.split(",") if seen else [str(number) for number in range(gpus)]
-    here = Machine(None, RunOptions(gpus=gpus, jobs=2), GpuPool(names, 2), 0.0)  # type: ignore[arg-type]
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda _: here.make(None, 99), range(24)))  # type: ignore[arg-type]
-    assert dict(most) == dict.fromkeys(expected, 2)
 
 
 QUEUE = """
@@ -120,7 +95,6 @@ class Calls:
         self.packs, self.gpus = list[int](), list[str]()  # packs that lay there at each evaluation; the GPU of each run
         self.overrides: Sequence[str] = ()  # of the newest call
         self.answers = False  # whether evaluations write answers, with their texts
-        self.at_evaluation: Callable[[], None] = lambda: None
 
     def __call__(self, machine: Machine, one: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         folder = machine.run_folder(one)
@@ -155,7 +129,6 @@ class Calls:
             directory.finish({"seconds": self.seconds})
             return 0
         self.packs.append(len(list(Path(machine.options.pack).glob("*.tar.gz"))))
-        self.at_evaluation()
         (folder / "evaluations" / ("one" if self.has_time else "one.partial")).mkdir(parents=True, exist_ok=True)
         if self.answers:
             self.write_answers(folder)
@@ -254,12 +227,6 @@ def test_too_little_time_for_any_run_is_said(lab: Lab, capsys, options: dict[str
     assert capsys.readouterr().out.splitlines()[-1] == said
 
 
-def test_a_command_that_crashed_before_its_run_began_is_not_said_to_lack_time(lab: Lab, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(Machine, "_call", lambda *_: 1)
-    assert lab.run("first")
-    assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 1 runs ended;")
-
-
 def test_a_run_that_died_before_it_began_is_named_with_its_output(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     (lab.folder / "queue.yaml").write_text(QUEUE.replace("seeds: [0]", "seeds: [0, 1]"))
     lab.calls.endings = ["killed", "killed"]
@@ -311,28 +278,14 @@ def test_all_evaluations_that_failed_are_named_and_their_run_is_counted_once(lab
 
 
 def test_packs_hold_the_answers_of_evaluations_without_their_texts(lab: Lab) -> None:
-    """Also the first pack of a command after one that was killed beside an evaluation that had ended."""
-
-    def packed_columns() -> set[str]:
-        (pack,) = lab.folder.glob("*/*.tar.gz")
-        with tarfile.open(pack) as packed:
-            (name,) = (name for name in packed.getnames() if name.endswith("eval.parquet"))
-            file = packed.extractfile(name)
-            assert file is not None
-            return {*pd.read_parquet(io.BytesIO(file.read()))}
-
     lab.calls.has_time = lab.calls.answers = True
     lab.run("packs")
-    assert packed_columns() == {"correct"}
-    (row,) = lab.folder.glob("machine/*/queue.json")
-    row.write_text(json.dumps(lab.rows()[0] | {"evaluations": "0 of 1"}))
-    seen = list[set[str]]()
-    lab.calls.at_evaluation = lambda: seen.append(packed_columns())
-    lab.calls.write_answers(row.parent)
-    lab.calls.answers = False  # a finished evaluation is not made again
-    lab.run("packs")
-    assert seen == [{"correct"}]
-    assert packed_columns() == {"correct"}
+    (pack,) = lab.folder.glob("*/*.tar.gz")
+    with tarfile.open(pack) as packed:
+        (name,) = (name for name in packed.getnames() if name.endswith("eval.parquet"))
+        file = packed.extractfile(name)
+        assert file is not None
+        assert {*pd.read_parquet(io.BytesIO(file.read()))} == {"correct"}
 
 
 def test_the_command_ends_with_1_if_a_run_failed(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,12 +374,17 @@ def test_the_seconds_of_a_run_are_those_of_all_its_sessions_and_of_its_evaluatio
         assert least <= int(lab.rows()[seed]["seconds"]) < least + 3600
 
 
-def test_runs_take_the_first_gpus_of_the_visible_ones(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,9")
+@pytest.mark.parametrize(
+    ("gpus", "seen", "expected"), [(2, "4,7,9", {"4", "7"}), (2, "", {"0", "1"}), (1, "", {"all"})]
+)
+def test_runs_take_the_first_gpus_of_the_visible_ones(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, gpus: int, seen: str, expected: set[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     (lab.folder / "queue.yaml").write_text(QUEUE.replace("seeds: [0]", "seeds: [0, 1, 2, 3]"))
-    lab.run("first", gpus=2)
+    lab.run("first", gpus=gpus)
     assert len(lab.calls.gpus) == 4
-    assert {*lab.calls.gpus} <= {"4", "7"}
+    assert {*lab.calls.gpus} <= expected
 
 
 def test_the_first_runs_on_each_gpu_start_one_after_the_other() -> None:
@@ -486,29 +444,6 @@ def test_a_run_that_failed_is_tried_once_more_where_it_failed(lab: Lab, second: 
     lab.run("third")
     assert lab.calls.made.count("qerl_lab") == 3
     assert not list((lab.folder / "third").iterdir())
-
-
-def test_a_run_that_failed_here_and_is_done_elsewhere_is_not_made_again(lab: Lab) -> None:
-    lab.calls.endings = [FAILED]
-    lab.run("first")
-    lab.collect("first")
-    (row,) = read_ledger(lab.folder)
-    write_ledger(lab.folder, [row, {**row, "start": "2026-01-01T00:00:00+0000", "state": DONE}])
-    lab.run("second")
-    assert lab.calls.made == ["qerl_lab"]
-
-
-def test_a_failed_run_that_was_continued_by_hand_is_collected(lab: Lab) -> None:
-    lab.calls.endings = [FAILED]
-    lab.run("first")
-    lab.collect("first")
-    (folder,) = (path.parent for path in lab.folder.glob("machine/*/FAILED"))
-    directory = RunDirectory(folder)
-    directory.begin()
-    directory.finish({"seconds": 9.0})
-    lab.run("second")
-    assert lab.calls.made == ["qerl_lab", "qerl_lab.evaluate"]
-    assert lab.collect("second") == [("failed", "0 of 1"), ("done", "0 of 1")]
 
 
 def test_of_one_attempt_the_pack_that_is_done_counts(lab: Lab) -> None:
