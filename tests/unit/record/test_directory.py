@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shlex
 import shutil
 import signal
 import time
@@ -66,15 +65,6 @@ def test_the_sessions_of_a_run_stand_in_their_order(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f'{{"file": "{name}"}}')
     found = [session["file"] for session in RunDirectory(tmp_path).environments()]
     assert found == ["env.json", "env.2.json", "env.9.json", "env.10.json"]
-
-
-def test_an_instruction_that_looks_like_a_secret_leaves_a_record_that_can_be_read(tmp_path: Path) -> None:
-    run, word = RunDirectory(tmp_path / "run"), 'task.instruction=End with the token: "#### n" and the number.'
-    run.claim(RunConfig(), TypedCommand(shlex.join(["lab", word]), [word], "a/b"))
-    assert run.overrides() == [word.replace("####", "***")]
-    run.begin()
-    run.write_environment({})
-    assert run.overrides() == [word.replace("####", "***")]
 
 
 def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

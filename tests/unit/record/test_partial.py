@@ -39,29 +39,6 @@ def test_the_same_command_finds_what_is_complete(tmp_path):
         assert not again.has("a")
 
 
-def test_a_journal_is_whole_at_any_moment(tmp_path, monkeypatch):
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    half_done(tmp_path / "out")
-    with monkeypatch.context() as patch, begin(tmp_path / "out") as unfinished:
-        patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            unfinished.note("b")
-    with begin(tmp_path / "out") as again:
-        assert (again.has("a"), again.has("b")) == (True, False)
-
-
-@pytest.mark.parametrize("left", ["x", "[]"])
-def test_a_damaged_journal_is_named(tmp_path, left):
-    half_done(tmp_path / "out")
-    (tmp_path / "out.partial" / JOURNAL).write_text(left)
-    before = files(tmp_path / "out.partial")
-    with pytest.raises(ConfigError, match=r"out\.partial/journal\.json .*Move it away\.$"):
-        begin(tmp_path / "out")
-    assert files(tmp_path / "out.partial") == before
-
-
 @pytest.mark.parametrize(
     ("change", "parts"),
     [

