@@ -138,7 +138,7 @@ def newest(folder: Path) -> Saved | None:
         path = candidates.pop()
         try:
             return load(path)
-        except (OSError, ValueError) as damage:
+        except (OSError, ValueError, AttributeError) as damage:
             instead = "using the previous one" if candidates else "there is no earlier one, so training starts again"
             print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
