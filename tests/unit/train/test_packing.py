@@ -75,11 +75,12 @@ def scored(model, packed: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 def test_each_text_begins_at_position_0() -> None:
     """Log-probs would not show it: rotary embeddings have relative positions only."""
-    model, seen = learner(tiny_model, checkpointing=False), list[Tensor]()
+    model, seen = learner(tiny_model, checkpointing=False), list[dict]()
     base = model.get_base_model()
-    base.register_forward_pre_hook(lambda _, args, named: seen.append(named["position_ids"]), with_kwargs=True)
+    base.register_forward_pre_hook(lambda _, args, named: seen.append(named), with_kwargs=True)
     scored(model, packed=True)
-    assert seen[0].tolist() == [[place for lengths in LENGTHS for place in range(sum(lengths))]]
+    assert seen[0]["position_ids"].tolist() == [[place for lengths in LENGTHS for place in range(sum(lengths))]]
+    assert seen[0]["max_length_q"] == max(map(sum, LENGTHS))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -105,13 +106,14 @@ def test_attention_of_a_row_is_that_of_each_sequence(device: str, dtype: torch.d
     query, key, value = (tensor.to(device).requires_grad_() for tensor in row)
     starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     out, _ = packing.attend(
-        torch.nn.Module(), query, key, value, None, scaling=dim**-0.5, cu_seq_lens_q=starts, max_length_q=max(lengths)
+        torch.nn.Module(), query, key, value, None, scaling=0.1, cu_seq_lens_q=starts, max_length_q=max(lengths)
     )
     weights = torch.randn(out.shape)
     (out * weights.to(out)).sum().backward()
     alone = [tensor.float().requires_grad_() for tensor in row]
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in alone), strict=True)
-    expected = torch.cat([F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts], 2)
+    how = {"is_causal": True, "enable_gqa": True, "scale": 0.1}
+    expected = torch.cat([F.scaled_dot_product_attention(*part, **how) for part in parts], 2)
     (expected.transpose(1, 2) * weights).sum().backward()
     torch.testing.assert_close(out.float().cpu(), expected.transpose(1, 2), rtol=0, atol=atol)
     for found, wanted in zip((query, key, value), alone, strict=True):
@@ -164,22 +166,6 @@ def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, tiny
     assert packing.is_packable(tiny_model())
     with pytest.raises(ConfigError, match=r"optim\.packing=on is not possible for pocket.*Type optim"):
         packing.should_pack(tiny(optim__packing="on"), make())
-
-
-def test_attention_has_the_scale_of_the_model_and_the_length_of_the_longest() -> None:
-    query, key, value = torch.randn(3, 1, 2, 9, 4)
-    told = {"cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32), "max_length_q": 5}
-    found, _ = packing.attend(torch.nn.Module(), query, key, value, None, scaling=0.3, **told)
-    parts = zip(*(tensor.split([4, 5], dim=2) for tensor in (query, key, value)), strict=True)
-    expected = [F.scaled_dot_product_attention(*part, is_causal=True, scale=0.3) for part in parts]
-    torch.testing.assert_close(found, torch.cat(expected, dim=2).transpose(1, 2))
-
-    def forward(*, labels: Tensor, **given: object) -> SimpleNamespace:
-        assert given["max_length_q"] == max(map(sum, LENGTHS))
-        return SimpleNamespace(log_probs=labels[:, 1:].float(), entropy=labels[:, 1:].float())
-
-    ids, mask, labels = padded()
-    packing.forward_packed(forward, input_ids=ids, attention_mask=mask, labels=labels)
 
 
 @pytest.mark.parametrize("changes", [
