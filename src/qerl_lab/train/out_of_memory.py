@@ -39,17 +39,13 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
 def message_while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str:
     """Return the error message for a model that does not fit on the GPU `device` when it is loaded.
 
-    It says how much memory is used and free, and what to type instead. `error` is torch's out-of-memory error.
+    `error` is torch's out-of-memory error, which says how much memory is used and free.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    by_owner = {"this run": reserved, OTHERS: max(0, total - free - reserved), "free": free}
     remedies = ["CUDA_VISIBLE_DEVICES=N in front of the command, for another GPU", "a smaller jobs_per_gpu"]
     remedies += ["format=nvfp4"] if cfg.format.name == DENSE_FORMAT else []
     return (
-        f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({_torch_reason(error)}). In GiB: "
-        f"{_format_gib_by_owner(by_owner)}{_part_note(cfg, device)}. Type one of: {'; '.join(remedies)}; "
-        "a smaller model.path."
+        f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({first_line(error)})"
+        f"{_part_note(cfg, device)}. Type one of: {'; '.join(remedies)}; a smaller model.path."
     )
 
 
@@ -63,7 +59,7 @@ def _part_note(cfg: RunConfig, device: torch.device) -> str:
     if device.type != "cuda" or cfg.jobs_per_gpu == 1:
         return ""
     part = part_bytes(device, cfg.jobs_per_gpu)
-    return f"; with jobs_per_gpu={cfg.jobs_per_gpu} this run may take {part / GIB:.2f}"
+    return f"; with jobs_per_gpu={cfg.jobs_per_gpu} this run may take {part / GIB:.2f} GiB"
 
 
 def _torch_reason(error: Exception) -> str:
