@@ -153,7 +153,7 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
         raise ValueError(
             f"it has {file_header.parameters:,} weights, and {type(model).__name__} {weights:,}: some would be left out"
         )
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     # Restore what transformers 5.17 drops for the llama architecture: without this eos becomes the file's bos,
     # user-defined tokens are split, and decoded text loses a leading space.
     for name, number in file_header.special_ids.items():

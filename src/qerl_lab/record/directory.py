@@ -527,4 +527,5 @@ def is_run(files: Iterable[str]) -> bool:
 
 def _parse_yaml(text: str) -> Any:
     """Parse YAML with libyaml where PyYAML has it: eight times as fast, and a report parses the file of every run."""
-    return yaml.load(text, Loader=yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    return loader(text).get_single_data()

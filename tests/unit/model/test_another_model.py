@@ -13,7 +13,7 @@ from qerl_lab.config.arm import config_hash, settings_of_run
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, with_absolute_paths
-from qerl_lab.config.schema import ModelConfig, RunConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.model.on_disk import ASSETS, check_content
@@ -133,8 +133,3 @@ def test_a_base_that_is_dequantized_for_an_evaluation_has_no_hash(run: RunDirect
     with subject.dequantized_subject(found) as common:
         check_content(common.cfg)
         assert re.fullmatch(r"\w{12}", str(found.cfg.model.hash))
-
-
-def test_a_configuration_without_a_hash_is_taken_as_it_is(model: Path) -> None:
-    """It may be of an older record, or of the tests and benchmarks that make their own."""
-    check_content(RunConfig(model=ModelConfig(path=str(model))))
