@@ -430,13 +430,22 @@ class RunDirectory:
         """Read mlflow.json, which identifies the MLflow run that mirrors this run; empty if the file is missing.
 
         `key` is a tag that finds the MLflow run, because `run_id` may belong to another store or be missing. `uri` has
-        *** in place of a password.
+        *** in place of a password. `run_dir` is where the directory was when the file was written.
         """
         return self._read_json(MIRROR, dict)
 
     def note_mirror(self, **changes: str | None) -> None:
-        """Set `changes` in mlflow.json (see `mirror` for its keys). A new file gets a random `key`."""
-        values = {"key": uuid.uuid4().hex} | self.mirror() | changes
+        """Set `changes` in mlflow.json (see `mirror` for its keys) and `run_dir` to this directory.
+
+        A new file gets a random `key`. If this directory is a copy and its original still exists, it gets a new `key`
+        too, and keeps only `uri` of the other values.
+        """
+        here, values = str(self.path.absolute()), self.mirror()
+        first = values.get("run_dir") or here
+        is_elsewhere = os.path.exists(first) and not os.path.samefile(first, here)
+        if is_elsewhere and RunDirectory(Path(first)).mirror().get("key") == values["key"]:
+            values = {"uri": values.get("uri")}
+        values = {"key": uuid.uuid4().hex} | values | {"run_dir": here} | changes
         replace_file(self.path / MIRROR, json.dumps(values, indent=1).encode())
 
     def metrics(self) -> list[MetricsLine]:

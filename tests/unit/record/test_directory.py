@@ -194,3 +194,18 @@ def test_the_seconds_of_a_run_are_those_of_all_its_sessions(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "time": {time.time() + 50}, "metrics": {{}}}}\n')
     run.begin_session(time.time() - 2)
     assert run.end_session() == pytest.approx(30 + 0 + 5 + 2, abs=1)
+
+
+def test_a_copied_directory_is_another_run_to_its_mirrors_and_a_moved_one_the_same(run: RunDirectory) -> None:
+    run.note_mirror(uri="http://host", run_id="1")
+    first = run.mirror()
+    copy = RunDirectory(shutil.copytree(run.path, run.path.parent / "copy"))
+    (run.path.parent / "link").symlink_to(run.path)
+    RunDirectory(run.path.parent / "link").note_mirror()
+    copy.note_mirror()
+    assert run.mirror()["key"] == first["key"] != copy.mirror()["key"]
+    assert (copy.mirror()["uri"], copy.mirror().get("run_id")) == ("http://host", None)
+    moved = RunDirectory(copy.path.rename(run.path.parent / "moved"))
+    key = moved.mirror()["key"]
+    moved.note_mirror()
+    assert moved.mirror()["key"] == key
