@@ -268,7 +268,7 @@ def whole(new_runs) -> Runs:
 def test_on_a_cpu_it_is_the_schemas_and_the_run_is_that_of_the_number(new_runs, whole: Runs, capfd) -> None:
     typed, other = new_runs(optim__micro_batch_size=8), new_runs(optim__micro_batch_size=2)
     assert typed.run() == other.run() == OK
-    assert "4 x 4 completions of at most 16 tokens, 8 at a time" in capfd.readouterr().out
+    assert "4 x 4 completions of at most 16 tokens, micro-batches of 8" in capfd.readouterr().out
     assert whole.directory.environment()["micro_batch_size"] == 8
     saved = checkpoint.newest(whole.directory.checkpoints)
     assert (saved.micro_batch_size, saved.config["optim.micro_batch_size"]) == (8, None), "a card would make an arm"
@@ -316,7 +316,7 @@ def test_a_resumed_run_keeps_its_size_whatever_is_free_then(
         runs.run("die@3")  # the evaluation, step 1, step 2
     monkeypatch.setattr(micro_batch, "MOST_ON_CPU", 2)
     assert runs.run() == OK
-    assert "8 at a time" in capfd.readouterr().out.rpartition("continuing after step 1")[0].splitlines()[-1]
+    assert "micro-batches of 8" in capfd.readouterr().out.rpartition("continuing after step 1")[0].splitlines()[-1]
     assert [session["micro_batch_size"] for session in runs.directory.environments()] == [8, 8]
     assert lines_of(runs.directory.path) == lines_of(whole.directory.path)
     assert files_of(runs.directory.path) == files_of(whole.directory.path)
