@@ -310,14 +310,14 @@ class RunDirectory:
     def check(self) -> None:
         """Raise ConfigError unless a run can be resumed here: its files are writable, and the small files intact.
 
-        The small files are sessions.json and mlflow.json.
+        The small files are sessions.json, mlflow.json and eval.parquet.
         """
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError(
                     f"{path} cannot be written. Make it writable, or copy {self.path} to a writable place."
                 )
-        for read in (self.sessions, self.mirror):  # each raises for a damaged file
+        for read in (self.sessions, self.mirror, self.evaluations):  # each raises for a damaged file
             read()
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
@@ -493,7 +493,8 @@ class RunDirectory:
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
-        if is_done and settings.get("eval.questions") != "0" and not (self.path / EVALUATIONS).exists():
+        answers = self.evaluations()  # raises for a damaged file, which would replace the copy in a mirror
+        if is_done and settings.get("eval.questions") != "0" and not answers:
             raise ConfigError(f"{EVALUATIONS} is missing")
         self.samples()
         return lines
