@@ -13,13 +13,12 @@ DONE or FAILED                                    how it ended; neither after an
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -226,9 +225,16 @@ class RunDirectory:
         replace_file(self.path / RESOLVED, yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
     def discard(self) -> None:
-        """Delete the directory of a run that never started, unless it has a file beyond FILES_OF_A_REFUSED_RUN."""
-        if not {path.name for path in self.path.iterdir()} - FILES_OF_A_REFUSED_RUN:
-            shutil.rmtree(self.path)
+        """Delete the directory of a run that never started, unless it has a file beyond FILES_OF_A_REFUSED_RUN.
+
+        A directory that cannot be deleted stays empty: a link, a mounted folder, the working directory.
+        """
+        if {path.name for path in self.path.iterdir()} - FILES_OF_A_REFUSED_RUN:
+            return
+        for path in self.path.iterdir():
+            path.unlink()
+        with suppress(OSError):  # else its message would hide the reason of the refusal
+            self.path.rmdir()
 
     # --- configuration and resuming
 

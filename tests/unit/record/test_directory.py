@@ -91,6 +91,16 @@ def test_of_a_refused_run_nothing_is_left_unless_it_began(run: RunDirectory) -> 
     assert not run.path.exists()
 
 
+def test_a_refused_run_is_taken_out_of_a_linked_folder_that_stays(tmp_path: Path) -> None:
+    """An error of the deletion would hide the reason of the refusal."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    run = RunDirectory(tmp_path / "link")
+    run.claim(RunConfig(), TYPED)
+    run.discard()
+    assert names(tmp_path / "folder") == set()
+
+
 def test_two_processes_never_get_the_same_directory(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "20260131-120000"
     assert [reserve_directory(wanted).name for _ in range(3)] == [wanted.name, f"{wanted.name}-2", f"{wanted.name}-3"]
