@@ -133,8 +133,8 @@ def normalize(settings: Mapping[str, str]) -> dict[str, str]:
     """Translate settings of any version of the lab to today's keys, so that all runs of one arm have equal settings.
 
     A key that the version lacked is added, with the value that the version used. Dropped are keys that no longer exist,
-    and options that the run ignores: options of engines that it does not use, and format.activations in formats other
-    than FP8. With device=cpu optim.packing=off becomes auto, which does the same.
+    and options that the run ignores (`drop_idle_options`). With device=cpu optim.packing=off becomes auto, which does
+    the same.
     """
     own = drop_idle_options(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
