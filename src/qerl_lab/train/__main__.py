@@ -85,10 +85,10 @@ def needs_traceback(error: Exception) -> bool:
 
 if __name__ == "__main__":
     exits.survive_lost_console()
-    if len(sys.argv) != 3:
+    if len(sys.argv) != 3 or not sys.argv[2].isdecimal() or not RunDirectory(Path(sys.argv[1])).is_claimed:
         print(
             "error: python -m qerl_lab.train takes RUN_DIR and PARENT, the id of the process that has locked it. "
-            "Type python -m qerl_lab resume=RUN_DIR, which starts it.",
+            "Type python -m qerl_lab with the words of a run, or resume=RUN_DIR.",
             file=sys.stderr,
         )
         sys.exit(USAGE)
