@@ -47,6 +47,7 @@ CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions
 ARTIFACTS = (RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
 WRITTEN_IN_PLACE = ("", RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
 MARKS = (RESOLVED, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
+PARQUET_ENDS = b"PAR1"  # a whole Parquet file begins and ends with it
 PUT_BACK = "Put it back as it was (if the run used MLflow, it is among the run's artifacts), or start a new run."
 FILES_OF_A_REFUSED_RUN = {RESOLVED, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
 
@@ -316,14 +317,14 @@ class RunDirectory:
     def check(self) -> None:
         """Raise ConfigError unless a run can be resumed here: its files are writable, and the small files intact.
 
-        The small files are sessions.json, mlflow.json and eval.parquet.
+        The small files are sessions.json and mlflow.json. In eval.parquet only both ends are checked.
         """
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError(
                     f"{path} cannot be written. Make it writable, or copy {self.path} to a writable place."
                 )
-        for read in (self.sessions, self.mirror, self.evaluations):  # each raises for a damaged file
+        for read in (self.sessions, self.mirror, self._refuse_cut_evaluations):  # each raises for a damaged file
             read()
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
@@ -499,8 +500,8 @@ class RunDirectory:
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
-        answers = self.evaluations()  # raises for a damaged file, which would replace the copy in a mirror
-        if is_done and settings.get("eval.questions") != "0" and not answers:
+        self._refuse_cut_evaluations()  # which would replace the copy in a mirror
+        if is_done and settings.get("eval.questions") != "0" and not (self.path / EVALUATIONS).exists():
             raise ConfigError(f"{EVALUATIONS} is missing")
         self.samples()
         return lines
@@ -523,6 +524,13 @@ class RunDirectory:
             raise ConfigError(
                 f"{path} is damaged ({in_one_line(error)}). Move it away; a resumed run asks the questions again."
             ) from None
+
+    def _refuse_cut_evaluations(self) -> None:
+        """Raise ConfigError if eval.parquet is cut off. Importing pandas to read it whole would take a second."""
+        path = self.path / EVALUATIONS
+        data = path.read_bytes() if path.exists() else PARQUET_ENDS
+        if not (data.startswith(PARQUET_ENDS) and data.endswith(PARQUET_ENDS)):
+            raise ConfigError(f"{path} is no Parquet file. Move it away; a resumed run asks the questions again.")
 
     def write_evaluations(self, phases: "dict[str, pd.DataFrame]") -> None:
         """Write eval.parquet atomically: a table of held-out answers per phase (see `evaluations`)."""
