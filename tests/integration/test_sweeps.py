@@ -248,6 +248,9 @@ def test_a_job_sees_as_many_gpus_as_it_takes_and_one_on_the_cpu_takes_none(monke
     jobs: list[Any] = [Job(gpus=2), Job(device="cpu"), Job()]
     with scheduler.run_locally(jobs) as futures:
         assert [future.result() for future in futures] == ["3,5", "none", "3"]
+    shared = scheduler.gpu_pool_of([RunConfig(jobs=4, jobs_per_gpu=2)])
+    assert shared is not None
+    assert shared._room == {"3": 2, "5": 2}
 
 
 def test_a_gpu_that_a_job_has_just_left_is_no_idle_one_while_it_has_another_job() -> None:
