@@ -172,7 +172,8 @@ def set_damaged_aside(folder: Path, step: int) -> None:
 def load(path: Path) -> Saved:
     """Verify the checkpoint in the folder `path` and read its state.
 
-    Raises OSError if a file is missing, ValueError if one does not match its checksum.
+    Raises OSError if a file is missing, ValueError if one does not match its checksum, AttributeError if the manifest
+    is no dictionary.
     """
     digests = parse_json((path / MANIFEST).read_text())
     for name, digest in digests.items():
@@ -181,7 +182,7 @@ def load(path: Path) -> Saved:
     state = parse_json((path / STATE).read_text())
     try:
         return Saved(path, **state)
-    except (TypeError, AttributeError) as error:
+    except TypeError as error:
         raise ValueError(f"{STATE} is of another version: {error}") from None
 
 
