@@ -206,19 +206,19 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
     Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
 
-    Raises ConfigError if a name in `names` fits no module, or fits a module that feeds no linear layer or has a bias.
-    `path` is model.path, for the message.
+    Raises ConfigError if a name in `names` fits no module, or fits a module that feeds no linear layer or cannot be
+    held in float32. `path` is model.path, for the message.
     """
     norms = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in names}
     feeding = _norms_before_linears(model)
     missing = sorted(set(names) - {name.rpartition(".")[2] for name in norms})
     if wrong := [*missing, *(name for name in norms if name not in feeding)]:
         allowed = sorted({name.rpartition(".")[2] for name in feeding})
-        remedy = f" Type aqn.norms={spell_list(allowed)}." if allowed else ""
+        remedy = f"aqn.norms={spell_list(allowed)}" if allowed else "model.dtype=float32, or another model"
         raise ConfigError(
-            f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer or has a bias, and noise "
-            "belongs on the norms before q, k, v and gate, up; allowed: "
-            f"{', '.join(allowed) or 'none of this model'}.{remedy}"
+            f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, or has a bias and is not "
+            "float32, and noise belongs on the norms before q, k, v and gate, up; allowed: "
+            f"{', '.join(allowed) or 'none of this model'}. Type {remedy}."
         )
     return norms
 
@@ -237,7 +237,7 @@ def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def _norms_before_linears(model: PreTrainedModel) -> set[str]:
-    """Run one token through `model`; return the full names of the norms without bias that feed a Linear.
+    """Run one token through `model`; return the full names of the norms that feed a Linear and can be held in float32.
 
     torch computes a norm with a bias in one dtype, so that its weight alone cannot be float32 (`hold_in_float32`).
     """
@@ -247,7 +247,9 @@ def _norms_before_linears(model: PreTrainedModel) -> set[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             hooks.append(module.register_forward_pre_hook(lambda _, args: read.append(args[0])))
-        elif [parameter.dim() for parameter in module.parameters(recurse=False)] == [1]:  # a norm's weight
+        elif isinstance(weight := getattr(module, "weight", None), nn.Parameter) and weight.dim() == 1:
+            if getattr(module, "bias", None) is not None and weight.dtype != torch.float32:
+                continue
             hooks.append(module.register_forward_hook(lambda _, __, output, name=name: written.update({name: output})))
     model.base_model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
     for hook in hooks:

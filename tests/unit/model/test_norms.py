@@ -48,6 +48,13 @@ def test_norms_that_feed_no_linear_layer_are_refused_and_those_that_do_are_named
     assert len(noisy_norms(model, allowed, "M")) == 4
 
 
+def test_a_norm_with_a_bias_is_refused_where_it_would_have_two_dtypes() -> None:
+    """torch's LayerNorm takes no float32 weight with a bfloat16 input."""
+    assert len(noisy_norms(small("starcoder2"), USUAL, "M")) == 4
+    with pytest.raises(ConfigError, match=r"layers\.0\.input_layernorm .* has a bias .* Type model\.dtype=float32"):
+        noisy_norms(small("starcoder2", torch.bfloat16), USUAL, "M")
+
+
 @pytest.mark.parametrize(("kind", "fitting"), [
     ("qwen3", USUAL), ("gemma2", BEFORE), ("cohere", ["input_layernorm"]), ("olmo2", []), ("starcoder2", []),
 ])  # fmt: skip
