@@ -128,7 +128,7 @@ def check_type(name: str, field: Field[Any], value: Any) -> None:
 
     `field` is the dataclass field of the key (see `option`). The message suggests the default, unless that is empty or
     a long text. Where a whole number is wanted and 1e3 was given, it suggests 1000, or raises the error of
-    `check_bounds` if 1000 is out of bounds. For true or false it suggests the one that is not the default.
+    `check_bounds` if 1000 is out of bounds. Of true and false it suggests both: `no` may be typed for either default.
     """
     kind: Any = field.type
     if has_type(value, kind):
@@ -140,14 +140,10 @@ def check_type(name: str, field: Field[Any], value: Any) -> None:
     if plain is int and isinstance(value, float) and value.is_integer():
         example = int(value)
         check_bounds(name, field.metadata, example)
-    elif plain is bool:  # somebody who types a switch changes it
-        example = not default
     choices = field.metadata["choices"]
     allowed = ", ".join(choices) if plain is str and choices else describe_type(kind)
-    raise ConfigError(
-        f"{name}={spell_value(value)} is not allowed; allowed: {allowed}. "
-        f"Type for example {name}={spell_value(example)}."
-    )
+    remedy = f"{name}=true, or {name}=false" if plain is bool else f"for example {name}={spell_value(example)}"
+    raise ConfigError(f"{name}={spell_value(value)} is not allowed; allowed: {allowed}. Type {remedy}.")
 
 
 def describe_type(kind: Any) -> str:

@@ -221,6 +221,7 @@ def test_a_server_is_asked_by_one_run_at_a_time(tiny):
         # values
         ("seed=${nope}", "error: seed: Interpolation key 'nope' not found; allowed: a whole number, or ${KEY}"),
         ("steps=1e3", "Type for example steps=1000."),
+        ("tracking.wandb=no", "allowed: true or false. Type tracking.wandb=true, or tracking.wandb=false."),
         # quotes and commas
         ("optim.learning_rate='1e-4", "cannot be read. Type KEY=VALUE. If the value has a space"),
         (
