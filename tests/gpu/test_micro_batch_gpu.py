@@ -64,7 +64,7 @@ def chosen(folder: Path, *words: str) -> int:
     done = json.loads((folder / "run" / "DONE").read_text())
     size = json.loads((folder / "run" / "env.json").read_text())["micro_batch_size"]
     print(f"{size} at a time, {done['memory_gpu_peak_gib']:.2f} GiB at most, {done['seconds']:.0f} s")
-    assert f"{size} at a time" in ran.stdout
+    assert f"micro-batches of {size}, seed" in ran.stdout
     assert done["steps"] == 2
     return size
 

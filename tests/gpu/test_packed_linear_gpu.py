@@ -1,4 +1,4 @@
-"""The packed Linear and LoRA on it on a GPU: the numbers of the CPU, the Linear compiled too, and no dense weight kept."""
+"""The packed Linear and LoRA on it on a GPU: the numbers of the CPU, Linears compiled too, and nothing dense kept."""
 
 import copy
 from collections.abc import Callable
