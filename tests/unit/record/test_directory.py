@@ -217,5 +217,7 @@ def test_a_copied_directory_is_another_run_to_its_mirrors_and_a_moved_one_the_sa
     assert (copy.mirror()["uri"], copy.mirror().get("run_id")) == ("http://host", None)
     moved = RunDirectory(copy.path.rename(run.path.parent / "moved"))
     key = moved.mirror()["key"]
+    copy.path.mkdir()
+    copy.note_mirror()  # another run, where the moved one was
     moved.note_mirror()
     assert moved.mirror()["key"] == key
