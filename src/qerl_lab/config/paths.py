@@ -40,8 +40,8 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
         weights = adapter_folder(path) / WEIGHTS
         if not weights.is_file():
             raise ConfigError(
-                f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or "
-                "of a PEFT adapter. Type lora.start_from=RUN_DIR."
+                f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, not "
+                "of lora=full, or of a PEFT adapter. Type lora.start_from=RUN_DIR."
             )
         digest = _check_hash("lora.start_hash", lora.start_hash, file_hash(weights), str(weights))
         lora = replace(lora, start_from=path, start_hash=digest)
