@@ -37,6 +37,7 @@ def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
     assert main(["-m", f"seed={STOPS},{DONE}", "lora.rank=4", "hydra.sweep.dir=a sweep"]) == 130
     out = capfd.readouterr().out
     assert "2 jobs in a sweep: 1 interrupted, 1 not run" in out
+    assert "next: " not in out
     stopped = out.partition("continue job 0 with: ")[2].splitlines()[0]
     assert stopped == f"{python_command()} -m qerl_lab resume='a sweep/0-adhoc-seed{STOPS}'"
     assert Path(f"a sweep/0-adhoc-seed{STOPS}").is_dir()
