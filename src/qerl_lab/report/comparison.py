@@ -27,6 +27,7 @@ CONDITIONS = (
     "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
     "optim.learning_rate", "algorithm.updates_per_rollout",
 )  # fmt: skip
+INTERVAL = ["mean", "low", "high"]  # columns of `curves`
 ABOUT_INTERVALS = "Intervals are 95%, over seeds and questions; one seed has none."
 HOW_TO_READ = f"""\
 {ABOUT_INTERVALS} Intervals of two arms may overlap although the arms
@@ -138,11 +139,12 @@ def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
 def curves(comparison: Comparison) -> pd.DataFrame:
     """Tabulate the metrics by step of all runs that count (`Comparison.counted`): a row per run, metric and step.
 
-    The columns are run_id, arm, metric, step, seconds (the sum of step/seconds so far) and value. The columns low and
-    high are the 95% interval of the arm's held-out accuracy, as in the tables; nan for other metrics and for one seed.
+    The columns are run_id, arm, metric, step, seconds (the sum of step/seconds so far) and value. The columns mean, low
+    and high are the arm's held-out accuracy with its 95% interval, as in the tables, which leave out questions that a
+    seed was not asked. For other metrics these columns are nan, for one seed low and high.
     """
-    ends = {
-        (arm, is_after): mean_of_arm(matrix(runs, "after" if is_after else "before"), SHARE)[1:]
+    means = {
+        (arm, is_after): mean_of_arm(matrix(runs, "after" if is_after else "before"), SHARE)
         for arm, runs in comparison.arms.items()
         for is_after in (False, True)
     }
@@ -151,10 +153,11 @@ def curves(comparison: Comparison) -> pd.DataFrame:
         seconds = run.steps["step/seconds"].astype("float64").fillna(0).cumsum()
         tidy = run.steps.melt(var_name="metric", ignore_index=False).reset_index()
         arm, is_accuracy = comparison.arm_of[run.name], tidy["metric"] == "eval/accuracy"
-        tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=run.name, arm=arm, low=math.nan, high=math.nan)
+        tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=run.name, arm=arm)
+        tidy[INTERVAL] = math.nan
         for is_after in (False, True):
-            tidy.loc[is_accuracy & ((tidy["step"] > 0) == is_after), ["low", "high"]] = ends[arm, is_after]
-        frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value", "low", "high"]])
+            tidy.loc[is_accuracy & ((tidy["step"] > 0) == is_after), INTERVAL] = means[arm, is_after]
+        frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value", *INTERVAL]])
     return pd.concat(frames, ignore_index=True)
 
 

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_lab.report import palette
 from qerl_lab.report.arms import format_setting
-from qerl_lab.report.comparison import Comparison
+from qerl_lab.report.comparison import INTERVAL, Comparison
 from qerl_lab.report.palette import add_legend_below, add_title, format_tick, styled
 from qerl_lab.report.reference import is_plain
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
@@ -243,14 +243,15 @@ def _draw_two_points(
 ) -> None:  # fmt: skip
     """Draw the mean of an arm before and after training, with 95% intervals; a thin dotted line joins the two.
 
-    Column `place` of `points` has x coordinates, which are averaged over the arm's seeds. The ends of an interval are
-    in the columns `low` and `high`; where they are nan, the interval is over seeds.
+    Column `place` of `points` has x coordinates, which are averaged over the arm's seeds. Mean and interval are in the
+    columns `INTERVAL`; where these are nan, they are over the values of the seeds.
     """
     x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
     for _, rows in points.groupby(points[STEP] > 0):
         values = rows["value"].to_numpy(float)
-        mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(values[:, None]))
-        low, high = rows["low"].fillna(low).iloc[0], rows["high"].fillna(high).iloc[0]
+        mean, low, high = rows[INTERVAL].iloc[0]
+        if math.isnan(low):
+            mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(values[:, None]))
         x.append(float(rows["place"].mean()))
         means.append(mean)
         ends.append((mean - low, high - mean))

@@ -22,7 +22,7 @@ def points(arms: list[str], seeds: int = 3, steps: int = 30, metric: str = "rewa
     """Seed s of an arm has the value step + s, and takes 2 + s seconds a step."""
     return pd.DataFrame([
         {"run_id": f"{arm}-{seed}", "arm": arm, "metric": metric, "step": step, "seconds": (2.0 + seed) * step,
-         "value": float(step + seed), "low": np.nan, "high": np.nan}
+         "value": float(step + seed), **dict.fromkeys(comparison.INTERVAL, np.nan)}
         for arm in arms for seed in range(seeds) for step in range(1, steps + 1)
     ])  # fmt: skip
 
@@ -103,8 +103,10 @@ def test_accuracy_before_and_after_has_two_points_with_intervals_and_no_curve_be
     _, low, high = band_over_seeds(np.array([[0.0, 0.3], [0.1, 0.4], [0.2, 0.5]]))
     drawn = [(segment[:, 1].min(), segment[:, 1].max()) for segment in segments]
     assert drawn == [pytest.approx(end) for end in zip(np.clip(low, 0, 1), high, strict=True)]
-    (axis,) = draw(table.assign(low=0.05, high=0.6), ACCURACY, curves.STEP, "bf16").axes  # known by question
-    assert [list(segment[:, 1]) for segment in axis.collections[0].get_segments()] == [pytest.approx([0.05, 0.6])] * 2
+    of_questions = table.assign(mean=0.7, low=0.5, high=0.9)  # of those that all seeds were asked
+    (axis,) = draw(of_questions, ACCURACY, curves.STEP, "bf16").axes
+    assert [list(line.get_ydata()) for line in means(axis)] == [[0.7, 0.7]] * 2
+    assert [list(segment[:, 1]) for segment in axis.collections[0].get_segments()] == [pytest.approx([0.5, 0.9])] * 2
     (axis,) = draw(table, ACCURACY, curves.CLOCK, "bf16").axes
     assert list(means(axis)[0].get_xdata()) == [0, pytest.approx(1.5)]  # seeds end after 60, 90 and 120 s
     assert axis.get_xlabel() == "minutes of training steps: before and after them"
@@ -179,8 +181,8 @@ def test_the_interval_of_an_accuracy_is_that_of_the_tables(tmp_path: Path) -> No
     points = comparison.curves(found).query("metric == 'eval/accuracy' and value.notna()")
     assert sorted(points["step"]) == [0, 0, 4, 4]
     for step, phase in ((0, "before"), (4, "after")):
-        ends = {(low, high) for low, high in points.loc[points["step"] == step, ["low", "high"]].to_numpy()}
-        assert ends == {(row[f"accuracy_{phase}_low"], row[f"accuracy_{phase}_high"])}
+        drawn = {tuple(values) for values in points.loc[points["step"] == step, comparison.INTERVAL].to_numpy()}
+        assert drawn == {tuple(row[f"accuracy_{phase}{end}"] for end in ("", "_low", "_high"))}
     assert row["accuracy_before_low"] < row["accuracy_before"]
 
 
