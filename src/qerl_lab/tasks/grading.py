@@ -21,8 +21,8 @@ LIBRARY_SECONDS = 3.0  # CPU time limit of one comparison by math-verify; it usu
 MAX_LIBRARY_CHARACTERS = 300
 _LIBRARY_MACROS = re.compile(r"\\(?:sum|prod|i+nt|oint|lim|sup|inf|max|min|cup|cap|setminus|det|begin)(?![A-Za-z])")
 _NOT_FOR_LIBRARY = re.compile(r"[A-Za-z]{4}|[eE][-+]?\d{3}|\d{40}|\^\s*\{?\s*-?\d{4}|[!@]")
-# math-verify compares only one side of a relation. A sign in braces is a bound: \sum_{k=1}.
-_RELATION = re.compile(r"(?:[=<>]|\\(?:[lg]e|ne|equiv|mod|in|approx)(?![A-Za-z]))(?![^{}]*\})")
+# math-verify compares only one side of a relation. A sign in braces is a bound, as in \sum_{k=1}; but not in \{ \}.
+_RELATION = re.compile(r"(?:[=<>]|\\(?:[lg]e|ne|equiv|mod|in|approx)(?![A-Za-z]))(?![^{}]*(?<!\\)\})")
 
 
 def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
