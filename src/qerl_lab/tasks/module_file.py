@@ -108,8 +108,6 @@ def _checked_questions(
         questions = function(cfg)
         if not isinstance(questions, list) or not all(isinstance(question, Question) for question in questions):
             raise ConfigError(f"{where} must return a list of qerl_lab.tasks.Question.")
-        if len({question.id for question in questions}) < len(questions):
-            raise ConfigError(f"{where} returned two questions of one id.")
         for question in questions:
             try:
                 "".join((question.id, question.prompt, question.answer))
@@ -119,6 +117,8 @@ def _checked_questions(
                     f"{where} returned the question {question.id!r:.80}; its id, prompt and answer must be text, and "
                     f"its payload what JSON holds: {first_line(error)}."
                 ) from error
+        if len({question.id for question in questions}) < len(questions):
+            raise ConfigError(f"{where} returned two questions of one id.")
         known = Questions.of(questions)
         return Questions(known, known.left_out, [*known.notes, *notes])
 

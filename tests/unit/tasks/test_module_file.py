@@ -135,6 +135,7 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
     ("def train(cfg): return 3", "train(cfg) must return a list of qerl_lab.tasks.Question."),
     (ONE + "def train(cfg): return [Question('a', 'A?', '1'), Question('a', 'B?', '1')]", "two questions of one id"),
     ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
+    (ONE + "def train(cfg): return [Question(['a'], 'A?', '1')]", "returned the question ['a']; its id, prompt and"),
     (ONE + "def train(cfg): return [Question('a', 7, '1')]",
      "train(cfg) returned the question 'a'; its id, prompt and answer must be text, and its payload what JSON holds:"),
     (ONE + "def heldout(cfg): return [Question('a', 'A?', '1', {'seen': {1}})]",
