@@ -13,7 +13,7 @@ from qerl_lab.record.metrics import PHASES
 from qerl_lab.report import bench, palette
 from qerl_lab.report.bench import OTHER_LIBRARIES, Result, gpu_of
 from qerl_lab.report.palette import add_legend_below, add_title, format_tick, png, styled
-from qerl_lab.report.speed_tables import printed_rollouts
+from qerl_lab.report.speed_tables import PRINTED_PROMPT, printed_rollouts
 
 BASES = {"qlora": "nf4", "bf16": "bf16"}  # names of baselines -> weight format of the baseline in the paper
 PAPER = "paper, Figure 11, batch 1"
@@ -41,7 +41,8 @@ def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> 
     """Draw tokens/s of each arm by batch, at the first LoRA rank of the result; `options` are the benchmark's.
 
     Two further panels follow if measured: ratios to stock BF16 by batch, and ratios to a stock arm by rank. The panel
-    by rank needs several ranks. It uses the smallest batch, and shows the paper's Figure 11 too.
+    by rank needs several ranks. It uses the smallest batch. For prompts of the paper's length it shows the paper's
+    Figure 11 too.
     """
     formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
     styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}
@@ -61,6 +62,7 @@ def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> 
     if base and rows["rank"].nunique() > 1:
         by_rank, papers = pivot_by_arm(rows[rows["batch"] == batch], "rank", f"of_{base}"), printed_rollouts()
         papers = papers[(papers["model"] == options["model"]) & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
+        papers = papers if options["prompt"] == PRINTED_PROMPT else papers[:0]
         by_rank[PAPER] = papers.set_index("rank")[f"of_{BASES[base]}"]
         panels[(f"ratio to {base}_stock, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")
 

@@ -115,11 +115,14 @@ def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None
 def test_the_panel_of_ranks_is_of_a_measured_baseline_beside_the_paper_s(base: str, of_largest: float) -> None:
     rows = [each | {"tokens_per_second": each["tokens_per_second"] * 16 / rank}
             for rank in (16, 32) for each in several(rank=rank) if each["arm"] in ("nvfp4", base)]  # fmt: skip
-    axis = bench_figures.figure(rollouts(rows)).axes[-1]
-    assert axis.get_title(loc="left") == f"ratio to {base}, batch 8"
-    drawn = [line.get_ydata()[1] for line in axis.lines]  # at rank 32
+    result = rollouts(rows)
     paper = {"qlora_stock": 92.9 / 44.2, "bf16_stock": 92.9 / 63.1}[base]
-    assert sorted(drawn) == pytest.approx(sorted([1.0, of_largest, paper]))
+    for prompt, of_paper in ((256, [paper]), (2048, [])):  # the paper's prompts, and longer ones
+        result["options"]["prompt"] = prompt
+        axis = bench_figures.figure(result).axes[-1]
+        assert axis.get_title(loc="left") == f"ratio to {base}, batch 8"
+        drawn = [line.get_ydata()[1] for line in axis.lines]  # at rank 32
+        assert sorted(drawn) == pytest.approx(sorted([1.0, of_largest, *of_paper]))
 
 
 def test_nothing_alive_is_a_table_without_numbers_and_no_figure(tmp_path: Path) -> None:
