@@ -116,7 +116,7 @@ COMMANDS: dict[str, Command[Any]] = {
         verdicts,
         examples=(
             (f"{VERDICTS} runs", "every run below runs/"),
-            (f"{VERDICTS} runs/sweeps out=results/NAME", "the table as files too"),
+            (f"{VERDICTS} runs/sweeps out=results/NAME", "the table as a file too"),
             (f"{VERDICTS} runs claims=results/NAME/claims.yaml", "claims of your own, committed before the runs"),
         ),
         required=("sweep",),
