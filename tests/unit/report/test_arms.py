@@ -17,6 +17,7 @@ from qerl_lab.report.arms import (
     fill_in_device,
     keys_of_scales,
     labels,
+    number_first,
     shorten,
 )
 from qerl_lab.report.runs import FINISHED, Origin, Run, run_from
@@ -160,6 +161,7 @@ def test_a_sweep_of_learning_rates_is_an_arm_a_rate_in_the_order_of_the_rates() 
         (f"bf16 (optim.learning_rate={rate})", seed) for rate in ("1e-05", "3e-05", "0.0001") for seed in (0, 1)
     ]
     assert left_out == []
+    assert sorted(["off", "10", "9"], key=number_first) == ["9", "10", "off"]
 
 
 def test_of_records_of_one_run_the_finished_one_counts_else_the_one_that_went_furthest() -> None:

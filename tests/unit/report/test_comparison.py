@@ -320,6 +320,8 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
     assert comparison.baseline_of(arms, "nvfp4 (steps=6)") == arms[2]
     with pytest.raises(ConfigError, match=r"nvfp4 is several arms.* nvfp4 \(steps=5\); nvfp4 \(steps=6\)"):
         comparison.baseline_of(arms, "nvfp4")
+    several = comparison.Comparison({label: [] for label in ("adhoc", "bf16 (steps=5)", "bf16 (steps=6)")}, [], {}, [])
+    assert comparison.describe_no_baseline(several).endswith("baseline='bf16 (steps=5)'.")
 
 
 @pytest.mark.parametrize(("words", "said"), [
