@@ -16,7 +16,7 @@ from qerl_lab.report.bench import Columns, Result, table_rows, with_ratios
 from qerl_lab.report.table import Table, format_number, without_constant_columns, without_empty_columns
 from qerl_lab.system.terminal import by_numbers, format_path
 
-PRINTED_PROMPT = 256  # tokens of a prompt in all its speed tables
+PRINTED_PROMPT = 256  # tokens of a prompt in all speed tables of the paper
 PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
 STEP_METRICS = {  # metric in paper.csv -> column of `printed_steps`
     "end-to-end training speedup vs BF16 LoRA": "table_3",
@@ -101,13 +101,11 @@ def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
     for column, gib in (("weights", "weights_gib" if kind == "rollout" else "policy_gib"), ("peak", "peak_gib")):
         rows[column] = pd.to_numeric(rows.get(gib, math.nan)) * GIB / 1e9
     ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
-    rows["lengths"] = f"prompt {options['prompt']}, new {options['new']:,}{ragged}"
+    rows["prompt"], rows["lengths"] = options["prompt"], f"prompt {options['prompt']}, new {options['new']:,}{ragged}"
     if kind == "step":
         return rows.assign(batch=options["groups"] * options["group_size"], steps=options["steps"])
     least, most = (rows[f"tokens_per_second_{end}"].map(format_number) for end in ("min", "max"))
     rows["speed"] += (" [" + least + ", " + most + "]").where(rows["repeats"] > 1, "")
-    if options["prompt"] != PRINTED_PROMPT:  # such as prefill by itself, which the paper does not print
-        return rows.assign(printed_rank=0)
     return rows.assign(printed_rank=rows["rank"].where(rows["batch"] == 1, PRINTED_RANK))
 
 
@@ -172,7 +170,9 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
     """
     papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
     place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)
-    papers = papers.assign(speed=papers["number"].map(format_number), place=place.where(papers["format"] == "nvfp4"))
+    papers = papers.assign(
+        speed=papers["number"].map(format_number), place=place.where(papers["format"] == "nvfp4"), prompt=PRINTED_PROMPT
+    )  # fmt: skip
     return _join_with_paper(
         "Rollouts, as in the paper's Tables 5 to 9 and Figure 11",
         f"Completion tokens per second with prefill: median of the repeats [least, most]. {ABOUT} Its completions "
@@ -182,13 +182,17 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
          *bench.OF_BASES, ("paper: tokens/s", "{paper_speed}"), ("paper: of BF16", "{paper_of_bf16:.2f}"),
          ("paper: of QLoRA", "{paper_of_nf4:.2f}"), ("paper: where", "{paper_where}"), ("repeats", "{repeats}"),
          ("lengths", "{lengths}"), *ORIGIN),
-        ours, papers, key=["model", "format", "batch", "printed_rank"], benchmarks="rollout", setting="batch at rank",
+        ours, papers, key=["model", "format", "batch", "printed_rank", "prompt"], benchmarks="rollout",
+        setting="batch at rank",
     )  # fmt: skip
 
 
 def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
-    """Build the table of whole steps: our speed beside the paper's speedups at the same model, format and batch."""
-    papers = printed_steps()
+    """Build the table of whole steps: our speed beside the paper's speedups at the same model, format and batch.
+
+    Our row stands alone if its prompts do not have the paper's length. `ours` has a frame per result.
+    """
+    papers = printed_steps().assign(prompt=PRINTED_PROMPT)
     papers["place"] = papers["batch"].astype(str).where(papers["format"] == "nvfp4")
     return _join_with_paper(
         "Steps end to end, as in the paper's Tables 3 and 5 to 8",
@@ -199,7 +203,7 @@ def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
          ("tokens/s", "{speed}"), *bench.OF_BASES, ("paper: Table 3, of BF16", "{paper_table_3}"),
          ("paper: Tables 5 to 8, checkpointing", "{paper_checkpointed}"), ("paper: without", "{paper_plain}"),
          ("steps", "{steps}"), ("lengths", "{lengths}"), *ORIGIN),
-        ours, papers, key=["model", "format", "batch"], benchmarks="step", setting="completions",
+        ours, papers, key=["model", "format", "batch", "prompt"], benchmarks="step", setting="completions",
     )  # fmt: skip
 
 

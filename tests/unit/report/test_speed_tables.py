@@ -118,19 +118,14 @@ def test_steps_of_other_lengths_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_prompts_of_another_length_stand_beside_no_number_of_the_paper(tmp_path: Path) -> None:
-    prefill = rollouts()
+    prefill, step = rollouts(), steps()
     prefill["options"] |= {"prompt": 2048, "new": 2}
-    row = cells(
-        made(tmp_path, rollouts(batch=64), rollouts(), prefill),
-        0,
-        "qwen2.5-7b, 8, 32",
-        "nvfp4",
-        "1,500 [1,350, 1,650]",
-        "1.50",
-        "3.00",
-        "-",
-    )
+    step["options"]["prompt"] = 2048
+    speed = made(tmp_path, rollouts(batch=64), rollouts(), prefill, steps(), step)
+    row = cells(speed, 0, "qwen2.5-7b, 8, 32", "nvfp4", "1,500 [1,350, 1,650]", "1.50", "3.00", "-")
     assert (row["lengths"], row["paper: of BF16"]) == ("prompt 2048, new 2", "-")
+    row = cells(speed, 1, "qwen2.5-14b, 8", "nvfp4", "8.00", "1,000", "1.25", "-")
+    assert row["lengths"] == "prompt 2048, new 1,024"
 
 
 def test_the_committed_training_steps_are_in_the_table_of_memory() -> None:
