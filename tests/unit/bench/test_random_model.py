@@ -100,3 +100,8 @@ def test_a_prompt_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
         assert len(ids) == 50
         assert loaded.decode(ids) == text
     assert isinstance(loaded.decode(list(range(301))), str)  # whatever a random model samples
+
+
+def test_the_token_that_pads_is_in_no_prompt_and_ends_no_completion() -> None:
+    assert {token for prompt in random_model.prompt_ids(8, 20, 5, 0) for token in prompt} == {1, 2, 3, 4}
+    assert random_model.end_ids(5, 1) == [5, 1, 2, 3, 4]
