@@ -89,6 +89,7 @@ def test_the_table_has_a_row_a_benchmark_and_engine_with_each_number_below_its_h
         ["aime24", "own"], ["gsm8k", "own"], ["gsm8k", "common"],
     ]  # fmt: skip
     assert one.split()[-6:] == ["-", "-", "-", "1.000", "10.0", "0.000"], "one question, one sample"
+    assert summarize(answers([[1.0]]))["standard_error_of_draws"] is None
     assert two.split()[-6:] == ["@2", "1.000", "0.000", "0.500", "15.0", "0.250"]
 
 

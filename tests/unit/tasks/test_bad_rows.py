@@ -77,6 +77,7 @@ def test_more_than_one_bad_row_in_a_hundred_is_an_error(tmp_path: Path) -> None:
     ("math500", {"unique_id": None}, "has no 'unique_id'"),
     ("math500", {"unique_id": "test/algebra/7.json"}, "has the id 'test/algebra/7.json' of a row before it"),
     ("amc23", {"answer": float("nan")}, "has no number in 'answer': 'nan'"),
+    ("aime24", {"answer": "x"}, "has no number in 'answer': 'x'"),
     ("dapo_math", {"reward_model": "34"}, "has no 'reward_model.ground_truth'"),
     ("dapo_math", {"prompt": [{"role": "assistant", "content": "?"}]}, "has no message of a user"),
     ("bigmath", {"solution": None}, "has no 'solution'"),
