@@ -7,12 +7,14 @@ then `.venv-quantize/bin/python -m pytest tests/unit/quantize/test_llmcompressor
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
 from packed_layers import BY_NAME, pack_model, tiny_model
+from played_modules import play
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import PackedAs
@@ -43,6 +45,23 @@ def test_a_gpu_that_it_would_take_all_the_same_is_refused(monkeypatch: pytest.Mo
     llmcompressor.check(QuantizeOptions(method="gptq"))
     with pytest.raises(ConfigError, match=r"device=cpu with method=gptq: .* Put CUDA_VISIBLE_DEVICES= before"):
         llmcompressor.check(QuantizeOptions(method="gptq", device="cpu"))
+
+
+def test_its_files_are_as_large_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without llmcompressor: the dense model is saved."""
+    kinds = dict.fromkeys(("GPTQModifier", "QuantizationModifier"), lambda **_: None)
+    names = ("llmcompressor", "llmcompressor.modifiers", "llmcompressor.modifiers.gptq",
+             "llmcompressor.modifiers.quantization", "loguru")  # fmt: skip
+    logger = SimpleNamespace(remove=lambda: None, add=lambda *_, **__: None)
+    play(monkeypatch, dict.fromkeys(names, kinds | {"oneshot": lambda **_: None, "logger": logger}))
+    model = tiny_model()
+    model.resize_token_embeddings(AutoConfig.from_pretrained(ASSETS).vocab_size)
+    (tmp_path / "text.txt").write_text("two eggs " * 20)
+    options = QuantizeOptions(model="m", method="gptq", dataset=str(tmp_path / "text.txt"), samples=1, tokens=8)
+    options.shard_gb = 1e-4
+    llmcompressor.run(options, write_dense(tmp_path / "dense", model), [], tmp_path / "out")
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert 1 < len(files) < len(model.state_dict())
 
 
 def test_what_llmcompressor_writes_is_recognized() -> None:

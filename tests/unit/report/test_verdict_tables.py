@@ -160,6 +160,9 @@ def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     assert "claims: those of results/page/claims.yaml, copied to results/copy" in capsys.readouterr().out
     assert Path("results/copy/claims.yaml").read_text() == CLAIMS_FILE
     assert "- `ours`: noise helps" in Path("results/copy/verdicts.md").read_text()
+    Path("results/copy/claims.yaml").write_text(CLAIMS_FILE.replace("noise helps", "noise is good"))
+    assert main(["results/page", "results/copy", "out=results/both"]) == exits.OK
+    assert Path("results/both/claims.yaml").read_text() == CLAIMS_FILE, "the first"
 
 
 def test_what_verdicts_lack_is_made_by_the_queue_beside_the_claims(sweep: Path, printed: Callable[..., str]) -> None:
@@ -190,6 +193,10 @@ def test_what_verdicts_lack_is_made_by_the_queue_beside_the_claims(sweep: Path, 
     (("claims:", "claims: ["), "cannot be read"),
     (("free: [format, aqn]", "free: [[format]]"), "claim ours: ['format'] is no key of a run"),
     (("smallest: 0.01", "smallest: .nan"), "claim ours: smallest nan is no number above 0"),
+    (("smallest: 0.01", "smallest: 0.01, guardrail: {measure: pass_after, margin: [1]}"), "margin=[1] is no number"),
+    (('aqn.schedule: "off"', "optim.learning_rate: fast"), "optim.learning_rate fast is no number"),
+    (("control: plain}", "control: plain, printed: [{where: {table: 1}, treated: {}, control: {}}]}"),
+     "table=1 is no text"),
     (('aqn.schedule: "off"', "lora.rank: many"), "lora.rank=many is not allowed; allowed: a whole number"),
     (("[{treated: noisy, control: plain}]", "[]"), "claim ours: contrasts is empty, and there is nothing to compare"),
     ((CLAIMS_FILE, "committed: now\nseeds: 4\nclaims: []"), "claims is empty, and there is nothing to test"),
