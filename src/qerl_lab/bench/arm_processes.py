@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from qerl_lab import formats
 from qerl_lab.bench import random_model
 from qerl_lab.bench.bench_options import ARCHITECTURES, AnyOptions, Row, StepOptions
 from qerl_lab.bench.job import Job, read_jobs
@@ -37,12 +38,20 @@ LINES = 40  # log lines kept if a process died without a reason
 def prepare(options: AnyOptions) -> None:
     """Check that the machine can measure all arms, and remove leftovers of killed benchmarks and runs.
 
-    Raises ConfigError if the machine has too few GPUs, and for too little free space in the directory
-    `options.scratch`.
+    Raises ConfigError if the machine has too few GPUs, if a checkpoint cannot state an arm's options of its format, and
+    for too little free space in the directory `options.scratch`.
     """
     jobs, scratch, architecture = read_jobs(options, ""), Path(options.scratch), ARCHITECTURES[options.model]
     ranks.refuse_fewer_gpus(max((job.gpus for job in jobs), default=1), len(ranks.visible_gpus()))
     checkpoints = {job.folder: job for job in jobs}.values()  # one job of each
+    for job in checkpoints:
+        if (weight_format := formats.build(job.packing)).BLOCK is not None:
+            try:
+                weight_format.quantization_config(job.packing.ignore, torch.bfloat16)
+            except ValueError as error:
+                raise ConfigError(
+                    f"the arm {job.arm!r}: {error}. Type for example format.ignore=[lm_head,down_proj]."
+                ) from error
     remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks
     remove_leftovers(IN_MEMORY, RUN_FOLDERS)  # of killed arms and runs
     needed, largest = max((random_model.size_of(architecture, job.packing), job.format) for job in checkpoints)

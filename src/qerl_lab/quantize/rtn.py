@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl_lab.formats.format import Format, Layout, pack_fused
+from qerl_lab.formats.format import STORED_DTYPES, Format, Layout, pack_fused
 from qerl_lab.model.linear import fused_groups
+from qerl_lab.model.loading import check_dense_values
 from qerl_lab.model.on_disk import INDEX
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.system import terminal
@@ -36,8 +37,7 @@ def write(
 
     Tensors keep the order of `source`, with fused layers together. Each file has at most `shard_bytes` of tensors
     unless a single fused layer or copied tensor is larger. Raises ValueError, naming file and tensor, for a weight that
-    the format cannot store; copied tensors are checked when the model is loaded. Raises OSError, naming the file, if
-    writing fails.
+    the format cannot store, or NaN or Inf in a copied tensor. Raises OSError, naming the file, if writing fails.
     """
     units = list_units(source, linears, weight_format)
     split = split_state_dict_into_shards_factory(
@@ -88,11 +88,14 @@ def list_units(source: WeightFiles, linears: Sequence[str], weight_format: Forma
 def output_tensors(unit: Unit, source: WeightFiles, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
     """Read the source tensors of one unit; return the tensors to write, by name: packed, or unchanged for a copy.
 
-    Raises ValueError, naming file and tensor, for values that the format cannot store.
+    Raises ValueError, naming file and tensor, for values that the format cannot store, or NaN or Inf in a copy.
     """
     if not unit.modules:
         (name,) = unit.names
-        return {name: source.tensor(name, "cpu")}
+        copied = source.tensor(name, "cpu")
+        if copied.dtype in STORED_DTYPES:
+            check_dense_values(copied, name=f"{source.where(name)}: {name}")
+        return {name: copied}
     weights = {module: source.tensor(name, device) for module, name in zip(unit.modules, unit.names, strict=True)}
     try:
         packed = dict(pack_fused(weight_format, weights))

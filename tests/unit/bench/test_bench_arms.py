@@ -71,6 +71,12 @@ def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.Mon
     arm_processes.prepare(options)  # one after the other
 
 
+def test_a_checkpoint_that_cannot_be_written_is_refused_before_the_first_arm() -> None:
+    options = RolloutOptions(arms=["bf16", "nf4 format.ignore=[lm_head,'re:.*down_proj']"], scratch="/tmp")
+    with pytest.raises(ConfigError, match=r"the arm .nf4 .*knows no re: patterns; .* Type for example format\.ignore="):
+        arm_processes.prepare(options)
+
+
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What options of a small benchmark have in common. `ARCHITECTURES` is where `arm_processes` looks a model up."""

@@ -50,6 +50,19 @@ def test_the_files_hold_the_bits_of_a_model_packed_whole(tmp_path, weight_format
     assert [key for key in written if not equal(written[key], expected[key])] == []
 
 
+def test_the_parts_of_a_fused_layer_share_the_largest_scale(tmp_path):
+    model = model_of()
+    for part, size in (("q", 1.0), ("k", 2.0), ("v", 4.0)):
+        model.get_parameter(f"model.layers.1.self_attn.{part}_proj.weight").data[0, 0] = size
+    write_dense(tmp_path / "dense", model, max_shard_size="5KB")
+    write_all(WeightFiles(tmp_path / "dense"), tmp_path / "out", NVFP4, shard_bytes=1)
+    written = tensors_in(tmp_path / "out")
+    scales = [written[f"model.layers.1.self_attn.{part}_proj.weight_global_scale"].item() for part in "qkv"]
+    assert scales == [448 * 6 / 4.0] * 3
+    own = written["model.layers.1.self_attn.o_proj.weight_global_scale"]
+    assert own == NVFP4.global_scale([model.model.layers[1].self_attn.o_proj.weight])
+
+
 @each_packed
 def test_files_keep_to_the_size_unless_one_layer_is_larger_and_the_index_knows_all(tmp_path, weight_format):
     source, limit = WeightFiles(write_dense(tmp_path / "dense", model_of())), 15e3
@@ -78,11 +91,16 @@ def test_every_dtype_is_copied_as_it_is(tmp_path):
     assert all(equal(written[name], tensors[name]) for name in tensors)
 
 
-def test_a_weight_that_is_not_finite_is_named_with_its_file(tmp_path):
-    model, name = model_of(), "model.layers.1.mlp.up_proj"
-    model.get_parameter(f"{name}.weight").data.view(-1)[5] = float("nan")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj"), ("model.norm.weight", "model.norm.weight")],
+)
+def test_a_weight_that_is_not_finite_is_named_with_its_file(tmp_path, name: str, said: str):
+    """Also one that is copied."""
+    model = model_of()
+    model.get_parameter(name).data.view(-1)[5] = float("nan")
     source = WeightFiles(write_dense(tmp_path / "dense", model))
-    with pytest.raises(ValueError, match=re.escape(f"model.safetensors: {name}: 1 values")):
+    with pytest.raises(ValueError, match=re.escape(f"model.safetensors: {said}: 1 values")):
         write_all(source, tmp_path / "out", NVFP4)
 
 
