@@ -233,8 +233,10 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
         (older / "trainer_state.json").unlink(missing_ok=True)
     finish(run_dir)
     output = (run_dir / "output.txt").read_text()
-    for path in (first, *second):
-        assert re.search(rf"warning: checkpoint {path} is damaged \(.+\); using the previous one", output)
+    assert re.search(rf"warning: checkpoint {first} is damaged \(.+\); using the previous one", output)
+    for path in second:  # of the oldest that is left it says that there is no earlier one
+        assert f"warning: checkpoint {path} is damaged (" in output
+    assert output.count("; there is no earlier one, so training starts again.") == 1
     assert re.findall(r"continuing after step \d", output) == [f"continuing after step {int(first.name[-1]) - 1}"]
     check(run_dir, reference)
 
