@@ -138,7 +138,7 @@ def newest(folder: Path) -> Saved | None:
         path = candidates.pop()
         try:
             return load(path)
-        except (OSError, ValueError, AttributeError) as damage:
+        except (OSError, ValueError) as damage:
             instead = "using the previous one" if candidates else "there is no earlier one, so training starts again"
             print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
@@ -172,10 +172,12 @@ def set_damaged_aside(folder: Path, step: int) -> None:
 def load(path: Path) -> Saved:
     """Verify the checkpoint in the folder `path` and read its state.
 
-    Raises OSError if a file is missing, ValueError if one does not match its checksum, AttributeError if the manifest
-    is no dictionary.
+    Raises OSError if a file is missing, ValueError if one does not match its checksum or the state
+    has no checksum.
     """
     digests = parse_json((path / MANIFEST).read_text())
+    if not isinstance(digests, dict) or STATE not in digests:
+        raise ValueError(f"{STATE} is not in {MANIFEST}")
     for name, digest in digests.items():
         if sha256(path / name) != digest:
             raise ValueError(f"{name} does not match its checksum")

@@ -96,6 +96,14 @@ def test_a_state_of_another_version_is_damage_and_not_a_crash(tmp_path, capsys, 
     assert f"{STATE} is of another version" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["[]", "{}"])
+def test_a_manifest_without_a_checksum_of_the_state_is_damage(tmp_path, text: str) -> None:
+    path = saved(tmp_path, 1)
+    (path / MANIFEST).write_text(text)
+    with pytest.raises(ValueError, match=f"{STATE} is not in {MANIFEST}"):
+        load(path)
+
+
 def test_several_damaged_ones_are_passed_over(tmp_path, capsys) -> None:
     saved(tmp_path, 1, 2, 3)
     truncate(tmp_path / "step-000003" / "optimizer.pt")
