@@ -78,7 +78,7 @@ def header(file: Path) -> Header:
     """Read a GGUF file's header. Raises ConfigError if the file is damaged, or if it scales the rotary positions.
 
     transformers (5.17) leaves that scaling out, so that the model would compute otherwise at every position.
-    Reading takes 7 s for a vocabulary of 150,000 tokens.
+    Reading takes 6 s for a vocabulary of 150,000 tokens.
     """
     from gguf import GGUFReader
 
@@ -112,11 +112,11 @@ def unpack(file: Path) -> Path:
     folder = unpacked_folder(file)
     if folder.is_dir():
         return folder
-    contents = header(file)
     cache_folder().mkdir(parents=True, exist_ok=True)
     with exclusive(cache_folder()):  # among ranks and jobs of a sweep the first unpacks, the others wait
         if folder.is_dir():
             return folder
+        contents = header(file)
         kinds = ", ".join(f"{kind} ({count})" for kind, count in contents.tensor_counts.items())
         notice = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
         print(notice, file=sys.stderr, flush=True)
