@@ -43,7 +43,7 @@ FLAGS = (
 
 
 def overview() -> str:
-    """Format what `python -m qerl_lab` prints without overrides: the experiments and what to type."""
+    """Return the text that a bare `python -m qerl_lab` prints: a list of the experiments, and what to type."""
     return "\n".join([
         ABOUT, "", "Experiments:", *_format_options("experiment"), "",
         f"Run one: {EXAMPLES[0][0]}",
@@ -53,7 +53,7 @@ def overview() -> str:
 
 
 def help_text() -> str:
-    """Format the text of `python -m qerl_lab --help`: examples, groups with options, keys with defaults."""
+    """Return the text of `python -m qerl_lab --help`: examples, groups with options, keys with defaults."""
     lines = [ABOUT, "", "  python -m qerl_lab [FLAGS] GROUP=OPTION ... KEY=VALUE ...", "", "Examples:"]
     for command, meaning in EXAMPLES:
         lines += [f"  {command}", f"      {meaning}"]

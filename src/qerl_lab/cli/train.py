@@ -266,13 +266,14 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
 
 def _finished_run_error(run: RunDirectory) -> ConfigError:
     """Return the error for resuming a finished run: how to extend it, or how to write its result files again."""
+    made = run.config().steps
     more = (
-        f"Add steps={2 * run.config().steps} to extend the run, start a new run, or move DONE out of its directory to "
+        f"Add steps={2 * made} to extend the run, start a new run, or move DONE out of its directory to "
         "write result files again that are damaged or missing."
     )
     return ConfigError(
         f"resume={run.path}: this run is already finished (it has a DONE file). "
-        f"{more if run.last_saved() == run.config().steps else 'It kept no checkpoint to go on from: start a new run.'}"
+        f"{more if run.last_saved() == made else 'It kept no checkpoint to go on from: start a new run.'}"
     )
 
 

@@ -178,7 +178,7 @@ def parameters_in_name(hub_id: str) -> int | None:
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints.
 
-    `folder` is the model's local directory.
+    `folder` is the model's local directory; None for a hub id, or for a GGUF file not yet unpacked.
     """
     count = _count_parameters(cfg.model.path, folder) or 0
     trained = count

@@ -526,7 +526,10 @@ class RunDirectory:
             ) from None
 
     def _refuse_cut_evaluations(self) -> None:
-        """Raise ConfigError if eval.parquet is cut off. Importing pandas to read it whole would take a second."""
+        """Raise ConfigError if eval.parquet is cut off.
+
+        Checks only how the file begins and ends, because importing pandas to read it would take a second.
+        """
         path = self.path / EVALUATIONS
         data = path.read_bytes() if path.exists() else PARQUET_ENDS
         if not (data.startswith(PARQUET_ENDS) and data.endswith(PARQUET_ENDS)):

@@ -38,11 +38,14 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> Figure:
-    """Draw tokens/s of each arm by batch, at the first LoRA rank of the result; `options` are the benchmark's.
+    """Draw up to three panels of a rollout benchmark, a line per arm: tokens/s by batch, and ratios to stock vLLM.
 
-    Two further panels follow if measured: ratios to stock BF16 by batch, and ratios to a stock arm by rank. The panel
-    by rank needs several ranks. It uses the smallest batch. For prompts of the paper's length it shows the paper's
-    Figure 11 too.
+    - tokens/s by batch, at the first LoRA rank of the result.
+    - Ratios to stock BF16 by batch, if stock BF16 was measured.
+    - Ratios to a stock arm by rank, at the smallest batch, if several ranks were measured. The paper's Figure 11 is
+      added if the prompts have the paper's length.
+
+    `options` are the benchmark's options by name.
     """
     formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
     styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}
@@ -61,8 +64,8 @@ def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> 
     base = next((base for base in BASES if rows[f"of_{base}"].notna().any()), None)
     if base and rows["rank"].nunique() > 1:
         by_rank, papers = pivot_by_arm(rows[rows["batch"] == batch], "rank", f"of_{base}"), printed_rollouts()
-        papers = papers[(papers["model"] == options["model"]) & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
-        papers = papers if options["prompt"] == PRINTED_PROMPT else papers[:0]
+        is_like_ours = (papers["model"] == options["model"]) & (options["prompt"] == PRINTED_PROMPT)
+        papers = papers[is_like_ours & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
         by_rank[PAPER] = papers.set_index("rank")[f"of_{BASES[base]}"]
         panels[(f"ratio to {base}_stock, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")
 

@@ -103,7 +103,7 @@ class Claim:
 
     @property
     def swept_key(self) -> str:
-        """Return the key that is swept within each arm, `best_of` or `mean_over`; empty text without one."""
+        """Return the key with several values in an arm, `best_of` or `mean_over`; "" if the claim has neither."""
         return self.best_of or self.mean_over
 
     def is_free(self, key: str) -> bool:

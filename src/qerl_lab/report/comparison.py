@@ -70,9 +70,9 @@ class Comparison:
 
 
 def read(folders: Sequence[Path]) -> Comparison:
-    """Read every run in `folders` (of runs or results), and group them into arms.
+    """Read all runs below `folders`, which hold run directories or results of a report, and group them into arms.
 
-    Raises ConfigError if no run counts.
+    Raises ConfigError, with a reason for each run, if none is finished and intact.
     """
     compared = compare(*results.read_all(folders))
     if not compared.arms:

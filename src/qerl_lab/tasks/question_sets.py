@@ -168,7 +168,7 @@ def _question_with_latex_answer(id: str, row: Row) -> Question:
 
 
 def _question_with_number(id: str, row: Row) -> Question:
-    """Make a question from a row, with a number as answer. Raises BadRow if the answer is none."""
+    """Make a question from a row with a number as answer. Raises BadRow if the answer is no number."""
     return Question(id, row.text("question"), _number(row))
 
 

@@ -304,9 +304,12 @@ class Machine:
     def train_and_evaluate(self, planned: Planned, visible: Mapping[str, str]) -> bool:
         """Train a run, pack its record, evaluate it, and pack again.
 
-        Returns whether the training ended, done or failed. `visible` holds the environment variables that choose the
-        GPU. A new run that does not fit the time left is not started. The first pack keeps the training if the time
-        ends, or the machine is lost, during an evaluation. Raises ConfigError if the main command refuses a new run.
+        Does not start a new run that does not fit the time left. Packs before the evaluation too, so that the training
+        is kept if the machine is lost during an evaluation. `visible` holds the environment variables that choose the
+        GPU.
+
+        Returns True if the training ended, done or failed, and False if it was not started or was stopped. Raises
+        ConfigError if the main command refuses a new run.
         """
         run, now = RunDirectory(self.run_folder(planned)), time.monotonic()
         minutes = self.options.lease or self.options.minutes

@@ -53,10 +53,10 @@ def prepare_mlflow() -> None:
 
 
 def check_store_variable(cfg: RunConfig) -> None:
-    """Raise ConfigError if MLFLOW_TRACKING_URI, which names the store unless `cfg` has tracking.uri, is no address.
+    """Raise ConfigError if the variable MLFLOW_TRACKING_URI is used and holds no address. Connects to nothing.
 
-    Connects to nothing. A folder in the variable is not checked, because MLflow's version and settings decide whether
-    it is a store.
+    The variable is not used if `cfg` has a tracking.uri. A folder is not checked, because MLflow's version and settings
+    decide whether it is a store.
     """
     given = os.environ.get(STORE_VARIABLE, "")
     if not cfg.tracking.uri and ":" in given and not given.startswith("file:"):
