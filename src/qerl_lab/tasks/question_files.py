@@ -14,7 +14,7 @@ from typing import Any
 from qerl_lab.config.message import first_line, say_hub_is_asked
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks.questions import BadRow, LeftOut, Question, Questions, is_heldout, label, wording
+from qerl_lab.tasks.questions import BadRow, LeftOut, Question, Questions, is_heldout, wording
 
 SUFFIXES = (".jsonl", ".parquet")
 BATCH_ROWS = 1024
@@ -103,14 +103,18 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
     `make(id, row)` returns a question. It may return None to leave the row out, or raise BadRow to have the row counted
     as bad. Questions keep the order of their rows; of equal questions with the same id one is returned. Raises
     ConfigError if the rows cannot be read, or if over 1% of them are bad.
+
+    Ids begin with the task's name. In a user's file they begin with the last part of `source.hub_id`: with the file's
+    own name the same rows would be other questions in each copy of the file, and reports could not pair them.
     """
+    of_set = (cfg.module and source.hub_id.rpartition("/")[2]) or cfg.name
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
     found, bad, total = dict[str, Question](), list[str](), 0
     for total, (where, values) in enumerate(_rows(cfg, source, of_heldout), start=1):
         try:
             row = Row(_parse_line(values) if isinstance(values, bytes) else values, columns)
             name = row.number_or_text("id") if columns.get("id") else f"{source.split(of_heldout)}-{total - 1}"
-            question = make(f"{label(cfg)}-{name}", row)
+            question = make(f"{of_set}-{name}", row)
             if question is not None and found.setdefault(question.id, question) != question:
                 raise BadRow(f"has the id {name!r} of a row before it")
         except BadRow as error:

@@ -63,6 +63,14 @@ def test_the_second_example_reads_rows(tmp_path: Path) -> None:
     assert "rows.jsonl:302 has a long answer" in said
 
 
+def test_a_copy_of_the_file_with_another_reward_reads_the_same_questions(tmp_path: Path) -> None:
+    """By id and SHA-256, so a report pairs runs with either file by question."""
+    path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [{"riddle": f"R{n}?", "solution": n} for n in range(300)]))
+    files = [file(tmp_path, EXAMPLES[1], "riddles.py"), file(tmp_path, f"{EXAMPLES[1]}\n# copied\n", "other.py")]
+    first, second = (tasks.load(TaskConfig(module=module, path=path)) for module in files)
+    assert (first.train, first.heldout, first.data) == (second.train, second.heldout, second.data)
+
+
 @pytest.mark.parametrize(("there", "typed"), [("train", "held_out"), ("heldout", "trian")])
 def test_a_file_with_half_of_the_questions_is_noted(tmp_path: Path, there: str, typed: str) -> None:
     """A misspelled name would otherwise train on one set and evaluate on another in silence."""
