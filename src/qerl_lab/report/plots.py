@@ -1,7 +1,7 @@
 """Figures of one run, of entropy by weight format, and of formats beside noise (evaluate/format_effects.py)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -9,10 +9,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from qerl_lab.record.metrics import METRICS
 from qerl_lab.report import palette
 from qerl_lab.report.palette import add_title, format_tick, png, styled
 
 MARKS = "osD^v<>"
+OVERLONG = "reward/overlong"
+MOST_IN_ROW = 3  # names of lines side by side in the legend of a panel
 PANELS = (  # title, y label, (metric, label) for each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
     ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "sampler"))),
@@ -27,12 +30,14 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
     """Plot reward, entropy, noise and throughput of one run by step to the PNG file `path`. No smoothing.
 
     `steps` come from `runs.read_steps`; `weight_format` gives the color. Metrics that were not recorded have no panel,
-    and noise that was always 0 has none either.
+    and noise that was always 0 has none either. The panel of the reward has a line for each part, so that the lines add
+    up to the total.
     """
     training = steps.loc[1:].dropna(axis=1, how="all")
     quiet = [metric for metric in training if metric.startswith("noise/") and not training[metric].any()]
     recorded = training.columns.difference(quiet)
     panels = [(name, unit, [line for line in lines if line[0] in recorded]) for name, unit, lines in PANELS]
+    panels[0][2].extend((part, part.removeprefix("reward/")) for part in further_parts(recorded))
     panels = [panel for panel in panels if panel[2]]
     rows = max(1, math.ceil(len(panels) / 2))
     figure = plt.figure(figsize=(10, 3.25 * rows))
@@ -40,15 +45,28 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
     for number, (name, unit, lines) in enumerate(panels):
         is_alone = number == len(panels) - 1 and number % 2 == 0
         axis = figure.add_subplot(grid[number // 2, :] if is_alone else grid[number // 2, number % 2])
-        looks = zip((palette.color(weight_format), "C1", "C2"), ("-", "--", ":"), strict=True)
-        for (shade, dashes), (metric, label) in zip(looks, lines, strict=False):
-            axis.plot(training.index, training[metric], label=label, color=shade, ls=dashes)
-        axis.set(title=name, xlabel="step", ylabel=unit, ylim=(0, 1.2 * axis.get_ylim()[1]))  # makes room for a legend
+        for place, (metric, label) in enumerate(lines):
+            shade = f"C{(place - 1) % 6 + 1}" if place else palette.color(weight_format)
+            axis.plot(training.index, training[metric], label=label, color=shade, ls=("-", "--", ":", "-.")[place % 4])
+        room = 1.2 + 0.12 * ((len(lines) - 1) // MOST_IN_ROW)  # for the legend
+        lowest = min(0, *(training[metric].min() for metric, _ in lines))  # a part may be a punishment
+        height = max(0, axis.get_ylim()[1]) - lowest
+        axis.set(title=name, xlabel="step", ylabel=unit, ylim=(1.05 * lowest, lowest + room * height))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
         axis.yaxis.set_major_formatter(format_tick)
-        axis.legend(loc="upper left", ncols=len(lines))
+        axis.legend(loc="upper left", ncols=min(len(lines), MOST_IN_ROW))
     add_title(figure, title)
     path.write_bytes(png(figure))
+
+
+def further_parts(metrics: Iterable[str]) -> list[str]:
+    """List the parts of the reward among `metrics`, names such as `reward/tests`, without answer and format.
+
+    These are the parts that a task adds, by name, and last the punishment of overlong completions.
+    """
+    drawn = {metric for metric, _ in PANELS[0][2]}
+    parts = {metric for metric in metrics if metric.startswith("reward/") and metric not in METRICS}
+    return [*sorted(parts - drawn), *(metric for metric in metrics if metric == OVERLONG)]
 
 
 @styled()

@@ -17,7 +17,7 @@ from qerl_lab.config.arm import settings_of_run
 from qerl_lab.config.message import first_line, with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
-from qerl_lab.config.schema import DENSE_FORMAT, AqnConfig, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, AqnConfig, RunConfig, TaskConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
 from qerl_lab.model import dense, linear, on_disk
@@ -335,7 +335,7 @@ def conclude(session: Session, tracker: Tracker) -> None:
         session.policy.save_trained(directory.adapter)
     from qerl_lab.report import plots  # here, so that the first step does not wait a second for matplotlib
 
-    title = f"{cfg.experiment}: {cfg.model.name} on {cfg.task.name}, seed {cfg.seed}"
+    title = f"{cfg.experiment}: {cfg.model.name} on {task_in_words(cfg.task)}, seed {cfg.seed}"
     plots.save_curves(runs.read_steps(directory), title, directory.curves, cfg.format.name)
     result = runs.summarize(directory, seconds=directory.end_session()) | {
         "training_questions": len(data.questions),
@@ -361,12 +361,11 @@ def opening_lines(session: Session) -> str:
     trained = "all weights in float32" if cfg.trains_all else f"LoRA rank {cfg.lora.rank}"
     gpu = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
     processes = f", {cfg.gpus} processes" if cfg.gpus > 1 else ""
-    task = cfg.task.name + (f" by {Path(cfg.task.module).name}" if cfg.task.module else "")
     lines = [
         f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), "
         f"{noise_line(cfg.aqn)}, on {policy.device}{gpu}{processes}",
         f"{cfg.algorithm.name}, {trained} ({trainable:,} parameters), "
-        f"learning rate {cfg.optim.learning_rate:g}, {task} with {len(data.questions):,} questions",
+        f"learning rate {cfg.optim.learning_rate:g}, {task_in_words(cfg.task)} with {len(data.questions):,} questions",
         f"{with_noun(cfg.steps, 'step')} of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions "
         f"of at most {cfg.rollout.max_completion_tokens:,} tokens, "
         f"micro-batches of {session.sized_cfg.optim.micro_batch_size}, seed {cfg.seed}",
@@ -379,6 +378,11 @@ def opening_lines(session: Session) -> str:
         lines += backends.describe_gpu()
     lines += [f"note: {note}" for note in session.notes]
     return "\n".join(lines)
+
+
+def task_in_words(cfg: TaskConfig) -> str:
+    """Return the task's name, with the name of the user's file that replaces parts of it: `gsm8k by FILE.py`."""
+    return cfg.name + (f" by {Path(cfg.module).name}" if cfg.module else "")
 
 
 def noise_line(cfg: AqnConfig) -> str:

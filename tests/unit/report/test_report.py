@@ -143,6 +143,25 @@ def test_curves_have_a_panel_for_what_was_recorded(tmp_path: Path, monkeypatch: 
     assert image.std() > 0.02  # not blank
 
 
+def test_the_parts_of_the_reward_add_up_to_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also parts that a task adds, and punishments, which are below 0."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(palette.plt, "close", figures.append)
+    parts = {"answer": 0.5, "format": 0.2, "brief": 0.1, "rude": -0.3, "overlong": -0.2}
+    row = {f"reward/{part}": mean for part, mean in parts.items()} | {"reward/mean": sum(parts.values())}
+    others = {"reward/std": 0.3, "reward/unparsed": 0.1, "reward/zero_variance_groups": 0.2}
+    plots.save_curves(pd.DataFrame([row | others] * 3), "title", tmp_path / "curves.png", "nvfp4")
+    (axis,) = figures[0].axes
+    drawn = {str(line.get_label()): line.get_data()[1][0] for line in axis.lines}
+    assert list(drawn) == ["total", *parts]
+    assert drawn.pop("total") == pytest.approx(sum(drawn.values()))
+    assert axis.get_ylim()[0] < -0.3, "or the punishments are cut off"
+    assert len({(line.get_color(), line.get_linestyle()) for line in axis.lines}) == 6
+    plots.save_curves(pd.DataFrame([{"reward/mean": -0.5}] * 3), "title", tmp_path / "curves.png", "nvfp4")
+    low, high = figures[1].axes[0].get_ylim()
+    assert low < -0.5 < 0 < high
+
+
 # --- the terminal
 
 
