@@ -159,14 +159,39 @@ def _checked_grade(
             except (TypeError, ValueError):
                 scores[part] = np.array(np.nan)
             if scores[part].shape != (len(texts),) or not ((scores[part] >= 0) & (scores[part] <= 1)).all():
-                count = f" {scores[part].size}:" if scores[part].ndim == 1 and len(texts) != scores[part].size else ""
                 raise ConfigError(
                     f"{where} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}, "
-                    f"and returned{count} {reprlib.repr(values)}."
+                    f"and returned {_describe_wrong_scores(values, questions)}."
                 )
         return scores
 
     return checked
+
+
+def _describe_wrong_scores(values: Any, questions: Sequence[Question]) -> str:
+    """Describe `values`, which are not one score from 0 to 1 for each of the texts that answer `questions`.
+
+    Names the first wrong score, because a list is shortened and might show only right ones. If their number is wrong,
+    it returns the number and the shortened list.
+    """
+    try:
+        several = list(values)
+    except TypeError:
+        return reprlib.repr(values)
+    if len(several) != len(questions):
+        return f"{len(several)}: {reprlib.repr(several)}"
+    for number, (value, question) in enumerate(zip(several, questions, strict=True), start=1):
+        if not _is_score(value):
+            return f"{reprlib.repr(value)} for text {number}, an answer to question {question.id}"
+    return reprlib.repr(values)
+
+
+def _is_score(value: Any) -> bool:
+    """Tell whether a value is a number from 0 to 1, or can be read as one."""
+    try:
+        return 0 <= float(value) <= 1
+    except (TypeError, ValueError):
+        return False
 
 
 def _describe_error(error: Exception, module: str) -> str:

@@ -169,14 +169,26 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
     ("{'format': [1.0], 'answer': [1.0, 0.0]}",
      "must return in 'answer' a score from 0 to 1 for each of the texts, here 1, and returned 2: [1.0, 0.0]."),
     ("{'format': [1.0], 'answer': [1.5]}",
-     "must return in 'answer' a score from 0 to 1 for each of the texts, here 1, and returned [1.5]."),
+     "must return in 'answer' a score from 0 to 1 for each of the texts, here 1, and returned 1.5 for text 1, an "
+     "answer to question pens-1."),
     ("{'format': [1.0], 'answer': [1.0], 'short': [1.0]}", "here none; and returned the keys format, answer, short."),
-    ("{'format': ['x'], 'answer': [1.0]}", "must return in 'format' a score from 0 to 1 for each"),
+    ("{'format': ['x'], 'answer': [1.0]}", "here 1, and returned 'x' for text 1, an answer to question pens-1."),
+    ("{'format': 'xyz', 'answer': [1.0]}", "here 1, and returned 3: ['x', 'y', 'z']."),
+    ("{'format': 1.0, 'answer': [1.0]}", "here 1, and returned 1.0."),
 ])  # fmt: skip
 def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str, said: str) -> None:
     task = load(tmp_path, f"def grade(texts, questions): return {returned}")
     with pytest.raises(ConfigError, match=re.escape(said)):
-        task.grade(["a"], [Question("", "?", "1")])
+        task.grade(["a"], [Question("pens-1", "?", "1")])
+
+
+def test_one_wrong_score_among_many_is_found(tmp_path: Path) -> None:
+    many = "[float('nan') if question.answer == '9' else 1.0 for question in questions]"
+    task = load(tmp_path, f"def grade(texts, questions): return {{'format': {many}, 'answer': {many}}}")
+    questions = [Question(f"pens-{n}", "?", str(n)) for n in range(16)]
+    said = "'format' a score from 0 to 1 for each of the texts, here 16, and returned nan for text 10, an answer to"
+    with pytest.raises(ConfigError, match=re.escape(f"{said} question pens-9.")):
+        task.grade(["a"] * 16, questions)
 
 
 @pytest.mark.parametrize(("function", "said"), [
