@@ -4,6 +4,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from qerl_lab.config.message import first_and_last
 from qerl_lab.config.redact import HIDDEN
 from qerl_lab.config.spelling import shell_override
@@ -11,9 +13,15 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import format_interval
 from qerl_lab.system import terminal
 
+OF_FEW_RUNS = {"reward": "grading", "probe": "measuring noise"}  # phases, in words, that take little of most runs
+LEAST_SHARE = 0.05  # of the time, for a phase of few runs to be named
 
-def closing(result: dict[str, Any]) -> str:
-    """Format the table that a run prints at its end; `result` comes from `runs.summarize`."""
+
+def closing(result: dict[str, Any], steps: pd.DataFrame) -> str:
+    """Format the table that a run prints at its end.
+
+    `result` comes from `runs.summarize`, and `steps`, the metrics of each step, from `runs.read_steps`.
+    """
     rows: list[tuple[str, str]] = []
     if "accuracy_gain" in result:
         interval = format_interval(*result["accuracy_gain_interval"])
@@ -26,7 +34,10 @@ def closing(result: dict[str, Any]) -> str:
     if any(cut):
         rows.append(("  cut at the token limit", f"{cut[0]:.1%} -> {cut[1]:.1%} of the answers"))
     share = {name: result[f"share_{name}"] for name in ("rollout", "train", "sync")}
-    if (rest := 1 - sum(share.values())) >= 0.05:  # such as solving for the sigma of a KL
+    for phase, words in OF_FEW_RUNS.items():
+        if (part := _share_of_time(steps, phase)) >= LEAST_SHARE:
+            share[words] = part
+    if (rest := 1 - sum(share.values())) >= LEAST_SHARE:
         share["other (seconds/* in metrics.jsonl)"] = rest
     shares = ", ".join(f"{part:.0%} {name}" for name, part in share.items())
     gpu = f", {result['memory_gpu_peak_gib']:.2f} GiB on the GPU" if "memory_gpu_peak_gib" in result else ""
@@ -44,6 +55,14 @@ def closing(result: dict[str, Any]) -> str:
         ("memory", f"{result['memory_rss_gib']:.2f} GiB peak resident{gpu}"),
     ]
     return terminal.aligned(rows)
+
+
+def _share_of_time(steps: pd.DataFrame, phase: str) -> float:
+    """Return the seconds of a phase as a share of all seconds of the training steps; 0 if it was not recorded."""
+    training = steps.loc[1:]
+    if f"seconds/{phase}" not in training:
+        return 0.0
+    return float(training[f"seconds/{phase}"].sum() / training["step/seconds"].sum())
 
 
 def where(run_dir: Path, is_mirrored: bool | None) -> str:

@@ -336,7 +336,8 @@ def conclude(session: Session, tracker: Tracker) -> None:
     from qerl_lab.report import plots  # here, so that the first step does not wait a second for matplotlib
 
     title = f"{cfg.experiment}: {cfg.model.name} on {task_in_words(cfg.task)}, seed {cfg.seed}"
-    plots.save_curves(runs.read_steps(directory), title, directory.curves, cfg.format.name)
+    steps = runs.read_steps(directory)
+    plots.save_curves(steps, title, directory.curves, cfg.format.name)
     result = runs.summarize(directory, seconds=directory.end_session()) | {
         "training_questions": len(data.questions),
         "training_questions_left_out": data.left_out,
@@ -346,7 +347,7 @@ def conclude(session: Session, tracker: Tracker) -> None:
     directory.finish(result)
     if cfg.checkpoint.keep == 0:
         shutil.rmtree(directory.checkpoints, ignore_errors=True)  # the run stays done, whatever remains
-    print(f"\n{run_summary.closing(result)}\n\n{run_summary.where(directory.path, tracker.is_mirrored)}")
+    print(f"\n{run_summary.closing(result, steps)}\n\n{run_summary.where(directory.path, tracker.is_mirrored)}")
     print(run_summary.next_steps(directory.path), flush=True)
 
 
