@@ -387,12 +387,16 @@ def task_in_words(cfg: TaskConfig) -> str:
 
 
 def noise_line(cfg: AqnConfig) -> str:
-    """Return the noise of a run in words: its schedule, with sigma or KL at start and end."""
+    """Return the noise of a run in words: its schedule, with sigma or KL in the first noisy and in the last stage.
+
+    The last stage has sigma_end or kl_end, but not with reading=algorithm, nor if it is the only noisy stage.
+    """
     if cfg.schedule == "off":
         return "no AQN"
     of_norms = " of each norm's size" if cfg.relative else ""
     if cfg.schedule == "adaptive":
         return f"AQN adaptive, KL {cfg.kl_start:g} nats, from sigma {cfg.sigma_start:g}{of_norms}"
+    last = aqn.level(cfg, cfg.stages, cfg.stages)
     if cfg.unit == "kl":
-        return f"AQN {cfg.schedule}, KL {cfg.kl_start:g} -> {cfg.kl_end:g} nats"
-    return f"AQN {cfg.schedule} {cfg.sigma_start:g} -> {cfg.sigma_end:g}{of_norms}"
+        return f"AQN {cfg.schedule}, KL {cfg.kl_start:g} -> {last:g} nats"
+    return f"AQN {cfg.schedule} {cfg.sigma_start:g} -> {last:g}{of_norms}"
