@@ -61,7 +61,8 @@ class FormatConfig:
     )
     double_quant: bool = option(True, "NF4 only: quantize the block scales too, as QLoRA does", only="nf4")
     scale_rule: str = option(
-        "max", "NVFP4 only: max maps a block's maximum to 6, four_over_six to 6 or 4, whichever errs less (2512.02010)",
+        "max", "NVFP4 only: max maps a block's maximum to 6, four_over_six to 6 or 4, whichever errs less "
+        "(arXiv 2512.02010)",
         choices=SCALE_RULES,
         only="nvfp4",
     )  # fmt: skip
@@ -119,11 +120,12 @@ class AqnSolverConfig:
 @dataclass
 class AqnAdaptiveConfig:
     factor: float = option(
-        1.01, "multiplies or divides sigma after a step (1706.01905, App. C, and 2602.02555's code)",
+        1.01, "multiplies or divides sigma after a step (arXiv 1706.01905, App. C, and arXiv 2602.02555's code)",
         above=1, at_most=10,
     )  # fmt: skip
     band: float = option(
-        1.1, "sigma stays while the KL is between target / band and target x band (2602.02555's code; 1706.01905: 1)",
+        1.1, "sigma stays while the KL is between target / band and target x band (arXiv 2602.02555's code; "
+        "arXiv 1706.01905: 1)",
         at_least=1, at_most=100,
     )  # fmt: skip
 
@@ -144,15 +146,16 @@ class AqnConfig:
     sigma_end: float = option(5e-4, "noise standard deviation in the last stage (Table 4)", at_least=0, at_most=10)
     relative: bool = option(False, "sigma is in units of each norm's root mean square, instead of equal for all norms")
     kl_start: float = option(
-        3e-3, "KL(noisy || clean) in nats per token in the first noisy stage, adaptive: all along (2602.02555's code)",
+        3e-3, "KL(noisy || clean) in nats per token in the first noisy stage, adaptive: all along "
+        "(arXiv 2602.02555's code)",
         at_least=0, at_most=10, unit="nats per token",
     )  # fmt: skip
     kl_end: float = option(
         1e-4, "KL in the last stage (bfloat16's rounding alone is 3e-5 to 9e-4, by model)", at_least=0, at_most=10,
         unit="nats per token",
     )  # fmt: skip
-    sigma_min: float = option(1e-6, "smallest sigma for a KL (2602.02555's code)", at_least=1e-9, at_most=10)
-    sigma_max: float = option(0.5, "largest sigma for a KL (2602.02555's code)", at_least=1e-9, at_most=10)
+    sigma_min: float = option(1e-6, "smallest sigma for a KL (arXiv 2602.02555's code)", at_least=1e-9, at_most=10)
+    sigma_max: float = option(0.5, "largest sigma for a KL (arXiv 2602.02555's code)", at_least=1e-9, at_most=10)
     stages: int = option(10, "number of equal stages K (Sec. 3.3)", at_least=1, at_most=999_999)
     reading: str = option(
         "released",
@@ -188,7 +191,8 @@ class AlgorithmConfig:
         at_least=0, at_most=1e3,
     )  # fmt: skip
     kl_estimator: str = option(
-        "k3_ratio", "k3 as in the GRPO paper; k3_ratio: times the ratio, which has the KL's gradient (2512.02556)",
+        "k3_ratio", "k3 as in the GRPO paper; k3_ratio: times the ratio, which has the KL's gradient "
+        "(arXiv 2512.02556)",
         choices=KL_ESTIMATORS,
     )  # fmt: skip
     normalize_std: bool = option(True, "divide advantages by the group's standard deviation (Eq. 4)")
@@ -213,8 +217,8 @@ class AlgorithmConfig:
         at_least=0, at_most=10,
     )  # fmt: skip
     entropy_target: float | None = option(
-        None, "the bonus acts at or below this entropy in nats, with an adaptive weight (2505.22312); null: always, "
-        "with a fixed one",
+        None, "the bonus acts at or below this entropy in nats, with an adaptive weight (arXiv 2505.22312); null: "
+        "always, with a fixed one",
         above=0, at_most=100, unit="nats per token",
     )  # fmt: skip
     entropy_coef_step: float = option(

@@ -37,12 +37,12 @@ class AccuracyOptions:
         at_least=1, at_most=4096,
     )  # fmt: skip
     temperature: float | None = option(
-        None, f"0 is greedy; null is the run's eval.temperature, with model= {PAPER.temperature:g} (Sec. 4.1)",
+        None, f"0 is greedy; null is the run's eval.temperature, with model= {PAPER.temperature:g} (paper, Sec. 4.1)",
         at_least=0, at_most=MAX_TEMPERATURE,
     )  # fmt: skip
     top_p: float | None = option(
         None,
-        f"nucleus sampling; null is the run's eval.top_p, with model= {PAPER.top_p:g} (Sec. 4.1)",
+        f"nucleus sampling; null is the run's eval.top_p, with model= {PAPER.top_p:g} (paper, Sec. 4.1)",
         above=0,
         at_most=1,
     )
