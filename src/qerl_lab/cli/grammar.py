@@ -224,16 +224,29 @@ def command_help(command: Command[Any]) -> str:
 def format_key_entry(name: str, field: Field[Any], default: Any, width: int) -> list[str]:
     """Format one key of a `--help` text as lines: `NAME=DEFAULT` in `width` columns, then meaning and bounds.
 
-    `field` is the dataclass field of the key (see `option`).
+    `field` is the dataclass field of the key (see `option`). A long list is shown whole, on several lines, so that one
+    can type it with a change; a long text is cut.
     """
     shown = spell_value(default)
-    shown = shown if len(shown) <= 40 else shown[:37] + "..."
+    if isinstance(default, list):
+        shown = _break_list(f"{name}={shown}").removeprefix(f"{name}=")
+    elif len(shown) > 40:
+        shown = shown[:37] + "..."
     allowed = ", ".join(field.metadata["choices"] or ()) or bounds_in_words(field.metadata)
     return format_entry(f"{name}={shown}", field.metadata["help"] + (f" ({allowed})" if allowed else ""), width)
 
 
+def _break_list(text: str) -> str:
+    """Break a list, written without blanks, into lines of at most WIDTH - 4 characters, after commas only."""
+    lines = textwrap.wrap(text.replace(",", ", "), WIDTH - 4, break_on_hyphens=False, break_long_words=False)
+    return "\n  ".join(line.replace(", ", ",") for line in lines)
+
+
 def format_entry(name: str, text: str, width: int) -> list[str]:
-    """Format one entry of a `--help` text as lines: `name` in `width` columns, then `text`, wrapped at WIDTH."""
+    """Format one entry of a `--help` text as lines: `name` in `width` columns, then `text`, wrapped at WIDTH.
+
+    A `name` of several lines stands above its text.
+    """
     lines = textwrap.wrap(text, WIDTH - width - 2, break_on_hyphens=False) or [""]
-    head = [f"  {name}"] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
+    head = [f"  {line}" for line in name.splitlines()] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
     return head + [" " * (width + 2) + line for line in lines]

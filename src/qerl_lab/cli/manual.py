@@ -34,6 +34,21 @@ EXAMPLES = (
     ("python -m qerl_lab +experiment=nvfp4_aqn --cfg job", "the whole configuration of a run"),
 )
 
+COMMANDS = (  # beside `python -m qerl_lab`
+    ("report", "compare arms and test claims: tables, figures, a page"),
+    ("evaluate", "accuracy on benchmarks, differences of two evaluations, entropy of formats, size of a sigma"),
+    ("tools.samples", "completions of a run with their rewards"),
+    ("tools.export", "the trained adapter for PEFT, transformers and vLLM, or a merged model"),
+    ("tools.warmup", "teach a model the format of the answers before training"),
+    ("quantize", "turn a model into a packed checkpoint"),
+    ("tools.search", "search values of numeric keys by short sweeps"),
+    ("tools.queue", "make many runs on machines that are lent for minutes"),
+    ("tools.serve_line", "the command that starts the server of rollout=vllm_server"),
+    ("tracking", "fill MLflow from a run directory; what each metric means"),
+    ("bench", "speed and memory of rollouts and training"),
+    ("config", "the tables of docs/configuration.md"),
+)
+
 FLAGS = (
     "Flags (Hydra's): -m runs a sweep; --cfg job|hydra|all prints the configuration; --info prints how it",
     "was composed; --config-dir DIR adds options of your own to the groups; --hydra-help lists the rest.",
@@ -48,20 +63,24 @@ def overview() -> str:
         ABOUT, "", "Experiments:", *_format_options("experiment"), "",
         f"Run one: {EXAMPLES[0][0]}",
         "Four formats without and with noise, five seeds each: python -m qerl_lab +sweeps=weight_formats",
-        "Every group, option and key: python -m qerl_lab --help",
+        "Every group, option and key, and the other commands: python -m qerl_lab --help",
     ])  # fmt: skip
 
 
 def help_text() -> str:
-    """Return the text of `python -m qerl_lab --help`: examples, groups with options, keys with defaults."""
+    """Return the text of `python -m qerl_lab --help`: examples, commands, groups with options, keys with defaults."""
     lines = [ABOUT, "", "  python -m qerl_lab [FLAGS] GROUP=OPTION ... KEY=VALUE ...", "", "Examples:"]
     for command, meaning in EXAMPLES:
         lines += [f"  {command}", f"      {meaning}"]
+    lines += ["", "Other commands (--help lists the options of each):"]
+    for name, meaning in COMMANDS:
+        lines += format_entry(f"python -m qerl_lab.{name}", meaning, 38)
     lines += ["", "Groups and their options (* is the default):"]
     defaults = default_option_by_group()
     for group, about in GROUPS.items():
         lines += ["", f"{group}: {about}", *_format_options(group, defaults.get(group))]
-    lines += ["", "Keys and their values in the default run (a scale or an option may set others; see --cfg job):"]
+    lines += ["", "Keys and their values in the default run (a scale or an option may set others; see --cfg job)."]
+    lines += ["Table, Figure, Sec., App. and Eq. are of the paper:"]
     (usual,) = make_plan([], multirun=False).jobs
     for _, keys in groupby(leaves(usual.config), key=lambda leaf: leaf.section):
         lines.append("")

@@ -136,6 +136,22 @@ def test_the_manual_has_every_key_with_default_meaning_and_bounds() -> None:
     assert max(map(len, text.splitlines())) <= grammar.WIDTH
 
 
+def test_the_manual_shows_a_long_list_whole_and_cuts_a_long_text() -> None:
+    """A list is typed with a change, so its default must be known."""
+    default = [f"name-{n}" for n in range(30)]
+
+    @dataclass
+    class Long:
+        names: list[str] = option(default, "some names")
+        text: str = option("a word " * 20, "a text")
+
+    text = grammar.command_help(grammar.Command("python -m x", "About.", Long, print))
+    assert f"names=[{','.join(default)}]" in "".join(text.split())
+    assert "text=a word a word" in text
+    assert "..." in text
+    assert max(map(len, text.splitlines())) <= grammar.WIDTH
+
+
 # --- every command
 
 

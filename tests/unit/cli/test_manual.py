@@ -1,10 +1,13 @@
 """What the command line says about itself: the overview, the manual, and the table of a dry run."""
 
+from pathlib import Path
+
 import pytest
 
+import qerl_lab
 from qerl_lab import preflight
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.manual import describe_option, help_text
+from qerl_lab.cli.manual import COMMANDS, describe_option, help_text
 from qerl_lab.cli.train import main
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, package_data
@@ -51,6 +54,16 @@ def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_
     (usual,) = make_plan([], multirun=False).jobs
     assert usual.config.steps != RunConfig().steps
     assert f"  steps={usual.config.steps} " in text
+
+
+def test_the_manual_names_every_command():
+    package = Path(qerl_lab.__file__).parent
+    rooms = {path.parent.name for path in package.glob("*/__main__.py")} - {"train"}  # the command starts it
+    scripts = {f"tools.{path.stem}" for path in package.glob("tools/*.py") if '"__main__"' in path.read_text()}
+    assert {name for name, _ in COMMANDS} == rooms | scripts
+    for name, meaning in COMMANDS:
+        assert f"  python -m qerl_lab.{name} " in help_text()
+        assert meaning in " ".join(help_text().split())
 
 
 def test_a_dry_run_shows_the_job_and_makes_nothing(capsys, tmp_path, monkeypatch):
