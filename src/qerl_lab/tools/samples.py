@@ -19,12 +19,13 @@ class SamplesOptions:
 def format_step(run_dir: Path, step: int | None) -> str:
     """Format the completions recorded for a step (None: the last) as text.
 
-    Raises ConfigError if the step has none, or if the record is damaged.
+    Raises ConfigError if `run_dir` is no directory of a run, if the step has none, or if the record is damaged.
     """
     run = RunDirectory(run_dir)
     run.checked_metrics()  # raises for a damaged record, as `report` and `resync` do
     samples = run.samples()
     if not samples:
+        run.settings()  # raises if this is no directory of a run, such as the directory of a sweep
         raise ConfigError(
             f"{run_dir} has no sample in samples.jsonl. Type the directory of a run that has completed a step."
         )

@@ -64,5 +64,14 @@ def test_a_completion_cannot_steer_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_samples_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "resolved.yaml").write_text("steps: 1\n")
     assert main([str(tmp_path)]) == 2
     assert "has no sample in samples.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("place", "said"), [("", "has no resolved.yaml, so it is no run"), ("no", "is no directory")])
+def test_a_directory_of_no_run_is_said(
+    place: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / place)]) == 2
+    assert said in capsys.readouterr().err
