@@ -10,7 +10,18 @@ from datetime import datetime
 from qerl_lab.config.conf_folder import matching_option
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import subset_in_words
-from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, TASK_PATH, Arm, Run, normalize
+from qerl_lab.report.runs import (
+    ABSENT,
+    MODEL_HASH,
+    MODEL_PATH,
+    MODULE,
+    MODULE_HASH,
+    TASK_NAME,
+    TASK_PATH,
+    Arm,
+    Run,
+    normalize,
+)
 
 NO_EXPERIMENT = RunConfig().experiment
 CHOICES = ("algorithm", "aqn")  # groups of conf/ in which one choice sets several keys
@@ -245,6 +256,8 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
     for arm, run in arms.items():
         keys = [key for key in differ if key not in implied and is_needed(key, run)]
         words = {key: format_setting(key, run.value(key)) for key in keys}
+        if MODULE_HASH in keys:
+            words[MODULE_HASH] = _format_module(run, runs)
         for group in CHOICES:
             own = [key for key in keys if key.startswith(f"{group}.")]
             if not own:
@@ -255,6 +268,21 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
         names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
         found[arm] = " = ".join(sorted(names)), [words[key] for key in sorted(words)]
     return found
+
+
+def _format_module(run: Run, runs: Sequence[Run]) -> str:
+    """Format the user's file of a run as `task.module=FILE.py`, with its hash if files of that name differ in `runs`.
+
+    A file may have several names, one in each folder that it was copied to; the first by alphabet counts. A run without
+    a file gets `task.module=None`, a run of older results, which lack the name, the hash alone.
+    """
+    if run.value(MODULE_HASH) == "None":
+        return f"{MODULE}=None"
+    if not run.module:
+        return format_setting(MODULE_HASH, run.value(MODULE_HASH))
+    name = min(other.module for other in runs if other.value(MODULE_HASH) == run.value(MODULE_HASH) and other.module)
+    contents = {other.value(MODULE_HASH) for other in runs if other.module == name}
+    return f"{MODULE}={shorten(name)}" + (f" #{run.value(MODULE_HASH)[:6]}" if len(contents) > 1 else "")
 
 
 def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:

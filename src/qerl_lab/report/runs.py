@@ -4,6 +4,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,7 @@ from qerl_lab.report.stats import paired_interval
 
 FINISHED = "finished"
 MODEL_PATH, MODEL_HASH, TASK_PATH, TASK_NAME = "model.path", "model.hash", "task.path", "task.name"
+MODULE, MODULE_HASH = "task.module", "task.module_hash"
 ABSENT = "(absent)"  # stands for a setting that a run lacks
 RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # earlier -> present name
 # Metrics that a report keeps: those of tables, verdicts and figures, and some that explain them.
@@ -37,7 +39,8 @@ class Origin:
     """Where, when, with which versions and by which command a run ran. Empty text means not known."""
 
     command: str = ""
-    configured: str = ""  # scale and settings for jobs at once (`scale=NAME jobs=4 ...`), which a sweep file may set
+    # Scale, settings for jobs at once, which a sweep file may set, and the name of the task.module:
+    configured: str = ""  # `scale=NAME jobs=4 task.module=FILE.py`
     began: str = ""
     commit: str = ""
     machine: str = ""
@@ -79,8 +82,20 @@ class Run:
     @property
     def scale(self) -> str:
         """Return the name of the run's scale; empty in older results, which lack it."""
+        return self._configured("scale")
+
+    @property
+    def module(self) -> str:
+        """Return the name of the user's file `task.module`, without folders; empty without one, and in older results.
+
+        The content of the file counts for the arm, by its hash; the name is for readers.
+        """
+        return self._configured(MODULE)
+
+    def _configured(self, key: str) -> str:
+        """Return the value of `key` in `origin.configured`, "" if there is none."""
         words = (word.partition("=") for word in self.origin.configured.split())
-        return next((name for key, _, name in words if key == "scale"), "")
+        return next((value for name, _, value in words if name == key), "")
 
     def value(self, key: str) -> str:
         """Return the setting `key` as text, or `ABSENT` if the run's record (of another version, say) lacks the key."""
@@ -171,10 +186,14 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     data = first.get("data", {})
     gpus = [gpu["uuid"] for session in sessions for gpu in session.get("gpus", []) if "uuid" in gpu]
     is_of_sweep = any(session.get("sweep") for session in sessions)  # of a single run the command counts, as typed
-    configured = ["scale", *(("jobs", "jobs_per_gpu") if is_of_sweep else ())]
+    configured = {
+        key: values[key] for key in ("scale", *(("jobs", "jobs_per_gpu") if is_of_sweep else ())) if key in values
+    }
+    if values.get(MODULE_HASH, "None") != "None":
+        configured[MODULE] = "_".join(Path(values[MODULE]).name.split())
     origin = Origin(
         command=join_sessions(session.get("command", "") for session in sessions),
-        configured=" ".join(f"{key}={values[key]}" for key in configured if key in values),
+        configured=" ".join(f"{key}={value}" for key, value in configured.items()),
         began=first.get("time", ""),
         commit=join_sessions(session.get("git_sha", "") for session in sessions),
         machine=join_sessions(map(_describe_machine, sessions)),

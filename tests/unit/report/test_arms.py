@@ -110,6 +110,23 @@ def test_a_label_has_what_the_experiment_does_not_say(runs: list[Run], expected:
     assert named(*runs) == expected
 
 
+def graded_by(file: str, content: str) -> Run:
+    origin = Origin(configured=f"scale=pocket task.module={file}" if file else "scale=pocket")
+    return replace(run("bf16", task__module_hash=content), origin=origin)
+
+
+def test_the_file_of_a_user_is_called_by_its_name() -> None:
+    plain, brief, kind = graded_by("", "None"), graded_by("brief.py", "b" * 12), graded_by("kind.py", "c" * 12)
+    assert named(plain, brief, kind) == [f"bf16 (task.module={name})" for name in ("None", "brief.py", "kind.py")]
+    changed, older = graded_by("brief.py", "d" * 12), graded_by("", "e" * 12)
+    assert named(brief, changed, older) == [
+        "bf16 (task.module=brief.py #bbbbbb)", "bf16 (task.module=brief.py #dddddd)",
+        f"bf16 (task.module_hash={'e' * 12})",
+    ]  # fmt: skip
+    copied = graded_by("a.py", "b" * 12)
+    assert named(copied, brief, kind, plain)[:2] == ["bf16 (task.module=a.py)"] * 2
+
+
 QWEN = {
     "model__path": "/x/qwen.gguf", "steps": 60, "rollout__group_size": 16, "eval__questions": 1319,
     "optim__learning_rate": 1e-4,

@@ -115,6 +115,16 @@ def test_the_wait_for_a_step_sampled_ahead_is_no_time_of_generation(here: Path) 
         assert run.summary["rollout_tokens_per_second"] == pytest.approx(200)
 
 
+def test_arms_of_two_files_of_a_user_are_called_by_the_files(here: Path) -> None:
+    for name in ("brief", "kind of"):
+        changes = {"task__module": f"/home/me/{name}.py", "task__module_hash": name[0] * 12}
+        make_run(here / "runs" / name, "bf16", 0, **changes)
+    save_results("runs", "results/mine")
+    for folder in ("runs", "results/mine"):
+        arms = comparison.read([Path(folder)]).arms
+        assert {*arms} == {"bf16 (task.module=brief.py)", "bf16 (task.module=kind_of.py)"}
+
+
 def test_runs_in_a_folder_that_also_has_results_are_read_too(sweep: Path) -> None:
     """`report runs out=runs`, and then more seeds: from the files alone the new ones would never count."""
     (sweep / "bf16-2" / "DONE").rename("DONE")
