@@ -17,7 +17,7 @@ from qerl_lab.report import arms, results
 from qerl_lab.report.arms import differing_keys, keys_of_scales, scale_by_arm, task_of
 from qerl_lab.report.measures import shared_machines
 from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, Run
-from qerl_lab.report.stats import CHANGE, SHARE, format_change, mean_of_arm
+from qerl_lab.report.stats import CHANGE, NO_SPREAD, SHARE, format_change, mean_of_arm
 from qerl_lab.report.table import mean_and_interval
 from qerl_lab.system.terminal import columns
 
@@ -32,6 +32,7 @@ ABOUT_INTERVALS = "Intervals are 95%, over seeds and questions; one seed has non
 HOW_TO_READ = f"""\
 {ABOUT_INTERVALS} Intervals of two arms may overlap although the arms
 differ: read the difference, which is paired by seed and question. One in 20 true differences of 0 looks real."""
+ABOUT_NO_SPREAD = f"{NO_SPREAD}: neither seeds nor questions show any, perhaps by chance, so there is no interval."
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,8 @@ def text(comparison: Comparison, baseline: str | None) -> str:
     differ = tabulate_differing_settings(comparison, "arms differ in")
     how_to_read = HOW_TO_READ if len(comparison.arms) > 1 else ABOUT_INTERVALS
     scales = tabulate_scales(comparison, "scales differ in")
+    if any(NO_SPREAD in cell for row in rows for cell in row):
+        how_to_read += f"\n{ABOUT_NO_SPREAD}"
     parts = [columns(rows), how_to_read, columns(scales) if scales else "", columns(differ) if differ else ""]
     if baseline is not None:
         base, undeclared = comparison.arms[baseline][0], Counter[str]()

@@ -247,6 +247,14 @@ def test_one_seed_has_no_interval(here: Path, printed: Callable[..., str]) -> No
     assert out.endswith("\nIntervals are 95%, over seeds and questions; one seed has none.\n")
 
 
+def test_seeds_of_equal_means_have_no_interval_and_the_table_says_why(here: Path, printed: Callable[..., str]) -> None:
+    for seed in (0, 1):
+        make_run(here / "runs" / f"{seed}", "bf16", seed)
+    out = printed("runs")
+    assert "+0.250 [no spread]" in out
+    assert "\n[no spread]: neither seeds nor questions show any, perhaps by chance, so there is no interval.\n" in out
+
+
 def test_a_run_without_evaluation_has_its_entropy(here: Path, printed: Callable[..., str]) -> None:
     run = make_run(here / "runs" / "a", "bf16", 0, eval__questions=0)
     (run / "eval.parquet").unlink()
