@@ -54,7 +54,9 @@ class AccuracyOptions:
         choices=(BY_TASK, BY_FIRST_CHARACTER),
     )  # fmt: skip
     instruction: str | None = option(
-        None, "system message; null is that in conf/task; the run's for its own task, and for tasks without one there"
+        None,
+        "system message; null is the run's, but another task may have one of its own (arithmetic, code_io); with "
+        "model= the task's own, or the paper's",
     )
     max_prompt_tokens: int | None = option(
         None,

@@ -17,7 +17,8 @@ from qerl_lab.tracking.mlflow import prepare_mlflow, resync
 class ResyncOptions:
     uri: str | None = option(
         None,
-        "MLflow store; null is the first that is set of tracking.uri, MLFLOW_TRACKING_URI, the run's own, sqlite here",
+        "MLflow store; null is the run's tracking.uri, without it MLFLOW_TRACKING_URI, without both the store in the "
+        "run's mlflow.json, and at last sqlite:///mlflow.db here",
     )
     run_dir: str = option("", "directory of the run; the key may be left out")
 
