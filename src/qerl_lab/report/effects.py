@@ -174,7 +174,7 @@ class Numbers:
 
 
 def measure_pair(claim: Claim, pair: Pair) -> Numbers:
-    """Measure the effect of a pair of arms over the seeds that both have; `verdicts.add_p_values` adds the p-values.
+    """Measure the effect of a pair of arms over the seeds that both have; `verdicts.floor_variances` adds the p-values.
 
     Raises Unmeasured for too few shared seeds, questions or values of the swept key, and if runs lack the measure.
     """
@@ -253,41 +253,32 @@ def _measure_side(
       Any two seeds have most of the choosing seeds in common, so their values depend on each other: `Range.without` is
       set.
     """
-
-    def measure_option(measure: str, runs: Sequence[Run]) -> Range:
-        """Return the bounds of `measure` for the runs at one value of the swept key."""
-        definition = MEASURES[measure]
-        low = definition.of(runs, controls).dropna(axis=1).loc[list(seeds)]
-        high = low if definition.most is None else low.where(low <= definition.most(runs[0]), np.inf)
-        return Range(np.log(low), np.log(high)) if definition.ratio else Range(low, high)
-
-    options = [measure_option(measure, runs) for runs in side.finished.values()]
+    options = [_measure_option(measure, runs, controls, seeds) for runs in side.finished.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
-    if claim.mean_over:
-        count = len(options)
-        return Range(
-            sum(option.low[columns] for option in options) / count,
-            sum(option.high[columns] for option in options) / count,
-        )
-    chosen, without = dict.fromkeys(seeds, options[0]), None
-    if len(options) > 1:
-        sign, ranked = claim.direction or 1, [measure_option(claim.measure, runs) for runs in side.finished.values()]
-        better = [sign * option.low.mean(axis=1).to_numpy() for option in ranked]
-        lows = np.array([option.low[columns].to_numpy(float) for option in options])  # [options, seeds, questions]
+    lows = np.array([option.low[columns].to_numpy(float) for option in options])  # [options, seeds, questions]
+    highs = np.array([option.high[columns].to_numpy(float) for option in options])
+    if claim.mean_over or len(options) == 1:
+        return Range(*(pd.DataFrame(values.mean(0), list(seeds), columns) for values in (lows, highs)))
+    ranked = [_measure_option(claim.measure, runs, controls, seeds) for runs in side.finished.values()]
+    better = [(claim.direction or 1) * option.low.mean(axis=1).to_numpy() for option in ranked]
+    places = range(len(seeds))
 
-        def choose(places: Sequence[int]) -> list[int]:
-            """Return for each place (index into `seeds`) the index of the option that is best at the other places."""
-            return [int(np.argmax([scores[rest].mean() for scores in better])) for rest in _without_each(places)]
+    def choose(places: Sequence[int]) -> list[int]:
+        """Return for each place (index into `seeds`) the index of the option that is best at the other places."""
+        return [int(np.argmax([scores[rest].mean() for scores in better])) for rest in _without_each(places)]
 
-        places = range(len(seeds))
-        chosen = {seed: options[number] for seed, number in zip(seeds, choose(places), strict=True)}
-        means = [lows[choose(rest), rest].mean(0) for rest in _without_each(places)]
-        without = pd.DataFrame(means, list(seeds), columns)
-    return Range(
-        pd.DataFrame({seed: option.low.loc[seed, columns] for seed, option in chosen.items()}).T,
-        pd.DataFrame({seed: option.high.loc[seed, columns] for seed, option in chosen.items()}).T,
-        without,
-    )
+    chosen = choose(places)
+    without = np.array([lows[choose(rest), rest].mean(0) for rest in _without_each(places)])
+    bounds = (lows[chosen, places], highs[chosen, places], without)
+    return Range(*(pd.DataFrame(values, list(seeds), columns) for values in bounds))
+
+
+def _measure_option(measure: str, runs: Sequence[Run], controls: Sequence[Run], seeds: Sequence[int]) -> Range:
+    """Return the bounds of `measure` for the given seeds of the runs at one value of the swept key."""
+    definition = MEASURES[measure]
+    low = definition.of(runs, controls).dropna(axis=1).loc[list(seeds)]
+    high = low if definition.most is None else low.where(low <= definition.most(runs[0]), np.inf)
+    return Range(np.log(low), np.log(high)) if definition.ratio else Range(low, high)
 
 
 def _without_each(places: Sequence[int]) -> list[list[int]]:

@@ -50,7 +50,6 @@ PHRASES = {
     Verdict.TOO_SMALL: Phrase("the effect is there, and below {size}", "show it to be there and below {size}"),
     Verdict.EXCLUDED: Phrase("an effect of {size} or more is excluded", "exclude {size} or more"),
     Verdict.REVERSED: Phrase("the effect has the other sign", "show the other sign"),
-    Verdict.UNDECIDED: Phrase("", ""),
 }
 EITHER_WAY = PHRASES | {
     Verdict.SUPPORTED: Phrase("within {size} either way", "support it"),
@@ -113,7 +112,7 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
             for row in rows_of_contrast:  # name the settings that tell the rows of a contrast apart
                 context = (item for item in row.context if item not in common and item[0] not in implied)
                 rows.append(replace(row, context=tuple(context)))
-    return set_verdicts(add_p_values(floor_variances(rows)))
+    return set_verdicts(floor_variances(rows))
 
 
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
@@ -166,7 +165,7 @@ def _measure_row(row: Row, pair: Pair) -> Row:
 
 
 def floor_variances(rows: Sequence[Row]) -> list[Row]:
-    """Raise small variances between seeds. Rows without enough seeds stay as they are.
+    """Raise small variances between seeds, and compute uncorrected p-values by them, in rows with enough seeds.
 
     A variance from few seeds may be small by luck. So the variance of each contrast becomes at least the median over
     the contrasts of the same family and measure, and at least the jackknife variance of the contrast. Contrasts with
@@ -182,16 +181,7 @@ def floor_variances(rows: Sequence[Row]) -> list[Row]:
             of_seeds, of_questions = max(numbers.variances[0], numbers.jackknife), numbers.variances[1]
             if not numbers.censored:
                 of_seeds = max(of_seeds, float(np.median(family[row.claim.family, row.claim.measure])))
-            row = replace(row, numbers=replace(numbers, variances=(of_seeds, of_questions)))
-        done.append(row)
-    return done
-
-
-def add_p_values(rows: Sequence[Row]) -> list[Row]:
-    """Compute the uncorrected p-values of each row with enough seeds; other rows stay as they are."""
-    done = []
-    for row in rows:
-        if numbers := row.judged:
+            numbers = replace(numbers, variances=(of_seeds, of_questions))
             row = replace(row, numbers=replace(numbers, p=p_values(numbers, row.claim)))
         done.append(row)
     return done
