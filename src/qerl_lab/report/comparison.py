@@ -18,7 +18,7 @@ from qerl_lab.report.arms import differing_keys, keys_of_scales, scale_by_arm, t
 from qerl_lab.report.measures import shared_machines
 from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, Run
 from qerl_lab.report.stats import CHANGE, NO_SPREAD, SHARE, format_change, mean_of_arm
-from qerl_lab.report.table import mean_and_interval
+from qerl_lab.report.table import NONE, Rows, seeds_cell
 from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
@@ -129,6 +129,23 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def accuracy_rows(comparison: Comparison, baseline: str | None) -> Rows:
+    """Tabulate held-out accuracy as text: a head, then a row of cells per arm, with the number of seeds in brackets.
+
+    With a `baseline`, the label of an arm, the last column is the difference to it, over the seeds that both arms have.
+    """
+    rows = [["arm", "finished", "before", "after", "gain", *([f"after - {baseline}"] if baseline else [])]]
+    for label, runs in comparison.arms.items():
+        cells = [label, f"{len(runs)} of {comparison.started[label]}"]
+        cells += [seeds_cell(matrix(runs, phase), SHARE) for phase in ("before", "after")]
+        cells.append(seeds_cell(matrix(runs, "gain"), CHANGE, format_change))
+        if baseline is not None:
+            difference = matrix(runs, "after") - matrix(comparison.arms[baseline], "after")
+            cells.append(NONE if label == baseline else seeds_cell(difference, CHANGE, format_change))
+        rows.append(cells)
+    return rows
+
+
 def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
     """Return held-out accuracy or gain of an arm [seeds, questions]; `phase` is "before", "after" or "gain".
 
@@ -213,17 +230,11 @@ def text(comparison: Comparison, baseline: str | None) -> str:
 
     With a `baseline`, the label of an arm, there are differences to it.
     """
-    shown = {"accuracy_before": "before", "accuracy_after": "after", "gain": "gain"}  # heads by column of `by_arm`
-    shown |= {"difference": f"after - {baseline}"} if baseline else {}
-    rows = [["arm", "seeds", "finished", *shown.values(), "policy entropy, nats"]]
-    for row in by_arm(comparison, baseline).to_dict("records"):
-        cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}"]
-        for name in shown:
-            mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
-            spell = "{:.3f}".format if name.startswith("accuracy") else format_change
-            cells.append(mean_and_interval((mean, low, high), spell, spell))
-        steps = max(run.summary["steps"] for run in comparison.arms[row["arm"]])
-        rows.append([*cells, first_and_last(row["entropy_first"], row["entropy_last"], steps)])
+    rows = accuracy_rows(comparison, baseline)
+    rows[0].append("policy entropy, nats")
+    for row, runs in zip(rows[1:], comparison.arms.values(), strict=True):
+        first, last = (float(np.mean([run.summary[f"entropy_{when}"] for run in runs])) for when in ("first", "last"))
+        row.append(first_and_last(first, last, max(run.summary["steps"] for run in runs)))
     differ = tabulate_differing_settings(comparison, "arms differ in")
     how_to_read = HOW_TO_READ if len(comparison.arms) > 1 else ABOUT_INTERVALS
     scales = tabulate_scales(comparison, "scales differ in")
@@ -237,18 +248,17 @@ def text(comparison: Comparison, baseline: str | None) -> str:
         if undeclared:
             named = ", ".join(f"{key} ({with_noun(count, 'arm')})" for key, count in sorted(undeclared.items()))
             parts.append(f"after - {baseline} also reflects settings no experiment declares: {named}.")
-        seeds = {label: {run.seed for run in runs} for label, runs in comparison.arms.items()}
-        both = [f"{label}: {len(own & seeds[baseline])}" for label, own in seeds.items() if own != seeds[baseline]]
-        if both:
-            parts.append(f"after - {baseline} uses only seeds that both arms have; {', '.join(both)}.")
-    parts += notes(comparison)
-    if baseline is None and len(comparison.arms) > 1:
-        parts.append(describe_no_baseline(comparison))
-    return "\n\n".join(part for part in [*parts, list_left_out(comparison)] if part)
+    parts += [*notes(comparison), describe_no_baseline(comparison, baseline), list_left_out(comparison)]
+    return "\n\n".join(part for part in parts if part)
 
 
-def describe_no_baseline(comparison: Comparison) -> str:
-    """Say that no arm or several arms are the default baseline, and what to type; a label may need shell quotes."""
+def describe_no_baseline(comparison: Comparison, baseline: str | None) -> str:
+    """Say that no arm or several arms are the default baseline, and what to type; a label may need shell quotes.
+
+    The text is empty if there is a baseline, or only one arm.
+    """
+    if baseline is not None or len(comparison.arms) < 2:
+        return ""
     fits = [label for label in comparison.arms if label.partition(" (")[0] == BASELINE]
     label = shlex.quote(next(iter(fits or comparison.arms)))
     return (

@@ -141,12 +141,6 @@ def html(
     `line` is the command that makes the page, `title` the name of the folder.
     """
     measured = [row for row in rows if row.numbers]
-    if len(compared.arms) < 2:
-        differences = ""
-    elif baseline is None:
-        differences = comparison.describe_no_baseline(compared)
-    else:
-        differences = "arms.csv has the differences in accuracy and gain to the baseline."
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {
         "breakable": breakable, "base64": lambda png: base64.b64encode(png).decode(), "details": _list_details,
@@ -157,7 +151,7 @@ def html(
         facts=_list_counts(compared, Counter(row.verdict for row in measured)),
         notes=[*_list_gaps(compared), *comparison.notes(compared)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ,
-        how_to_read=comparison.HOW_TO_READ, differences=differences,
+        how_to_read=comparison.HOW_TO_READ, differences=comparison.describe_no_baseline(compared, baseline),
         families=verdict_tables.families(rows),
         measured=[list(own) for _, own in groupby(measured, lambda row: row.claim.name)],
         unmeasured=[row for row in rows if not row.numbers],

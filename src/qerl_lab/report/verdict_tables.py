@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from scipy.stats import fisher_exact
 
 from qerl_lab.report import stats
-from qerl_lab.report.arm_tables import IN_TABLE_1, accuracy_rows
 from qerl_lab.report.arms import format_setting
 from qerl_lab.report.claims import Claim, of_paper
-from qerl_lab.report.comparison import Comparison, list_left_out, notes
+from qerl_lab.report.comparison import Comparison, accuracy_rows, list_left_out, notes
 from qerl_lab.report.measures import FALLEN, MEASURES
 from qerl_lab.report.table import ANY, NONE, format_number, mean_and_interval
 from qerl_lab.report.verdicts import LEVEL, Row, family_sizes
@@ -186,7 +185,7 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     shown = [columns(table), HOW_TO_READ] if len(table) > 1 else []
     parts = [*shown, contrasts_without_runs(rows), *_basis(rows)]
     parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
-    parts += [missing_arms(rows), columns(accuracy_rows(comparison, gains=False))]
+    parts += [missing_arms(rows), columns(accuracy_rows(comparison, None))]
     parts += [*notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part)
 
@@ -223,9 +222,8 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     rest = ", ".join(f"`{name}`" for name in dict.fromkeys(silent))
     parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else ""]
     parts += [contrasts_without_runs(rows), missing_arms(rows)]
-    accuracies = accuracy_rows(comparison, gains=False)
-    title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
-    parts += [f"## {title}", pipe_table(accuracies), *notes(comparison), list_left_out(comparison)]
+    parts += ["## Held-out accuracies", pipe_table(accuracy_rows(comparison, None))]
+    parts += [*notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
