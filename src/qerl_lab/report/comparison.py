@@ -27,7 +27,6 @@ CONDITIONS = (
     "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
     "optim.learning_rate", "algorithm.updates_per_rollout",
 )  # fmt: skip
-INTERVAL = ["mean", "low", "high"]  # columns of `curves`
 ABOUT_INTERVALS = "Intervals are 95%, over seeds and questions; one seed has none."
 HOW_TO_READ = f"""\
 {ABOUT_INTERVALS} Intervals of two arms may overlap although the arms
@@ -65,9 +64,9 @@ class Comparison:
         return {run.name: label for label, runs in self.arms.items() for run in runs}
 
     @property
-    def alone(self) -> list[str]:
-        """Return the labels of arms in which no run shared its machine, so that seconds and tokens/s are comparable."""
-        return [label for label, runs in self.arms.items() if not shared_machines(runs)]
+    def alone(self) -> dict[str, list[Run]]:
+        """Return the arms in which no run shared its machine, so that seconds and tokens/s are comparable."""
+        return {label: runs for label, runs in self.arms.items() if not shared_machines(runs)}
 
 
 def read(folders: Sequence[Path]) -> Comparison:
@@ -152,31 +151,6 @@ def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
     Only questions that every seed answered have a column. Runs without evaluation have no row.
     """
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs if run.accuracy}).T.dropna(axis=1)
-
-
-def curves(comparison: Comparison) -> pd.DataFrame:
-    """Tabulate the metrics by step of all runs that count (`Comparison.counted`): a row per run, metric and step.
-
-    The columns are run_id, arm, metric, step, seconds (the sum of step/seconds so far) and value. The columns mean, low
-    and high are the arm's held-out accuracy with its 95% interval, as in the tables, which leave out questions that a
-    seed was not asked. For other metrics these columns are nan, for one seed low and high.
-    """
-    means = {
-        (arm, is_after): mean_of_arm(matrix(runs, "after" if is_after else "before"), SHARE)
-        for arm, runs in comparison.arms.items()
-        for is_after in (False, True)
-    }
-    frames = []
-    for run in comparison.counted:
-        seconds = run.steps["step/seconds"].astype("float64").fillna(0).cumsum()
-        tidy = run.steps.melt(var_name="metric", ignore_index=False).reset_index()
-        arm, is_accuracy = comparison.arm_of[run.name], tidy["metric"] == "eval/accuracy"
-        tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=run.name, arm=arm)
-        tidy[INTERVAL] = math.nan
-        for is_after in (False, True):
-            tidy.loc[is_accuracy & ((tidy["step"] > 0) == is_after), INTERVAL] = means[arm, is_after]
-        frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value", *INTERVAL]])
-    return pd.concat(frames, ignore_index=True)
 
 
 def tabulate_differing_settings(comparison: Comparison, head: str) -> list[list[str]]:

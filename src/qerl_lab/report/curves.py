@@ -19,12 +19,13 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_lab.report import palette
 from qerl_lab.report.arms import format_setting
-from qerl_lab.report.comparison import INTERVAL, Comparison
+from qerl_lab.report.comparison import Comparison, matrix
 from qerl_lab.report.palette import add_legend_below, add_title, format_tick, styled
 from qerl_lab.report.reference import is_plain
-from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
+from qerl_lab.report.runs import Run
+from qerl_lab.report.stats import NATS, SHARE, band_over_seeds, mean_of_arm
 
-STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
+STEP, CLOCK = "step", "seconds"  # the x axis: the training step, or the time spent in training steps
 ARMS_A_PANEL = 4  # most arms that share one panel; with more, bands would hide lines
 MOST_COLUMNS = 3  # panels beside each other: so wide a figure still fits a slide or a page
 PAIR = 2  # arms per panel, besides the baseline, if the arms of a format need several panels
@@ -32,6 +33,8 @@ MOMENTS = 100  # most points of a mean curve by wall clock
 MARKS = 10  # markers per line
 LEGEND_CHARS = 46  # characters per line of the legend
 DODGE = 0.07  # distance between arms that are measured before and after training, which are 1 apart
+Arms = Mapping[str, Sequence[Run]]  # label -> runs
+Values = dict[str, list[pd.Series]]  # label -> values of a metric, a series per run
 
 
 @dataclass(frozen=True)
@@ -63,40 +66,49 @@ CURVES = (
 )  # fmt: skip
 
 
-def recorded_curves(points: pd.DataFrame) -> list[Curve]:
-    """Return the entries of `CURVES` that have a value in `points`, a table from `comparison.curves`.
+def recorded_curves(arms: Arms) -> list[Curve]:
+    """Return the entries of `CURVES` that have a value in a run; the noise's sigma also needs one other than 0."""
+    return [curve for curve in CURVES if _values_of_arms(arms, curve)]
 
-    The curve of the noise's sigma also needs a value other than 0.
+
+def _values_of_arms(arms: Arms, curve: Curve, by: str = STEP) -> Values:
+    """Return the recorded values of a metric by arm, a series per run, without arms that have none.
+
+    The index is the step or with `CLOCK` the sum of step/seconds so far. A sigma that is always 0 is left out, since a
+    line at 0 says nothing.
     """
-    points = points[points["value"].notna()]
-    used = set(points.loc[(points["metric"] != "noise/sigma") | (points["value"] != 0), "metric"])
-    return [curve for curve in CURVES if curve.metric in used]
+    found: Values = {}
+    for arm, runs in arms.items():
+        series = []
+        for run in (run for run in runs if curve.metric in run.steps):
+            values = run.steps[curve.metric].dropna()
+            if by == CLOCK:
+                values.index = run.steps["step/seconds"].astype("float64").fillna(0).cumsum()[values.index]
+            series.append(values)
+        if any(values.any() if curve.metric == "noise/sigma" else len(values) for values in series):
+            found[arm] = series
+    return found
 
 
 def draw(
-    points: pd.DataFrame, curve: Curve, by: str, baseline: str | None, styles: Mapping[str, Mapping[str, Any]]
+    arms: Arms, curve: Curve, by: str, baseline: str | None, styles: Mapping[str, Mapping[str, Any]]
 ) -> Figure:  # fmt: skip
     """Draw one metric, in several panels if there are many arms; the caller closes the figure.
 
-    The arm `baseline`, if any, is first in each panel; `_panels` distributes the others. `points` come from
-    `comparison.curves`, `styles` from `palette.styles`. `by` is the x axis: `STEP`, or `CLOCK` for the time spent in
-    training steps.
+    The arm `baseline`, if any, is first in each panel; `_panels` distributes the others. `arms` maps labels to runs,
+    `styles` come from `palette.styles`. `by` is the x axis, `STEP` or `CLOCK`.
     """
-    chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
-    if curve.metric == "noise/sigma":  # a line at 0 says nothing
-        chosen = chosen[chosen.groupby("arm")["value"].transform("any")]
-    unit = "step"
+    chosen, unit = _values_of_arms(arms, curve, by), "step"
     if by == CLOCK:
-        longest = chosen[by].max()
+        longest = max(values.index.max() for series in chosen.values() for values in series)
         name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
-        unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
-    first = [arm for arm in chosen["arm"].unique() if arm == baseline]
-    others = [arm for arm in chosen["arm"].unique() if arm != baseline]
+        unit = f"{name} of training steps"
+        chosen = {arm: [values.set_axis(values.index / seconds) for values in own] for arm, own in chosen.items()}
+    first, others = [arm for arm in chosen if arm == baseline], [arm for arm in chosen if arm != baseline]
     groups = [[*first, *panel] for panel in _panels(others, styles, ARMS_A_PANEL - len(first))]
     rows = math.ceil(len(groups) / MOST_COLUMNS)
     columns = math.ceil(len(groups) / rows)
-    runs = chosen.groupby("arm")["run_id"].nunique()
-    labels = {arm: textwrap.fill(f"{arm} (n={count})", LEGEND_CHARS) for arm, count in runs.items()}
+    labels = {arm: textwrap.fill(f"{arm} (n={len(series)})", LEGEND_CHARS) for arm, series in chosen.items()}
     legend_lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
     most_lines = [max(legend_lines[start : start + columns]) for start in range(0, len(groups), columns)]  # by row
     height = sum(2.9 + 0.19 * count for count in most_lines)
@@ -106,7 +118,7 @@ def draw(
             height_ratios=[12 + count for count in most_lines],
         )  # fmt: skip
         for axis, group in zip(axes.flat, groups, strict=False):
-            _draw_panel(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by, unit=unit)
+            _draw_panel(axis, arms, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by, unit=unit)
             add_panel_legend(axis)
         for axis in axes[:, 1:].flat:
             axis.set_ylabel("")
@@ -166,22 +178,21 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
 
 
 @styled()
-def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure:
+def draw_formats(arms: Arms, formats: Mapping[str, str], title: str) -> Figure:
     """Draw reward, policy entropy and held-out accuracy by step, a panel each, with a line per weight format.
 
-    `points` come from `comparison.curves`, `formats` and `title` from `group_formats`. The caller closes the figure.
+    `arms` maps labels to runs, `formats` and `title` come from `group_formats`. The caller closes the figure.
     """
-    points = points[points["arm"].isin(formats.values()) & points["value"].notna()]
-    of, recorded = {curve.name: curve for curve in CURVES}, set(points["metric"])
-    accuracy = "subset_accuracy" if of["subset_accuracy"].metric in recorded else "accuracy"
-    shown = [of[name] for name in ("reward", "entropy", accuracy) if of[name].metric in recorded]
-    runs = points.groupby("arm")["run_id"].nunique()
-    labels = {arm: f"{name} (n={runs[arm]})" for name, arm in formats.items()}
+    arms = {arm: arms[arm] for arm in formats.values()}
+    recorded = {curve.name: curve for curve in recorded_curves(arms)}
+    accuracy = "subset_accuracy" if "subset_accuracy" in recorded else "accuracy"
+    shown = [recorded[name] for name in ("reward", "entropy", accuracy) if name in recorded]
+    labels = {arm: f"{name} (n={len(arms[arm])})" for name, arm in formats.items()}
     styles = palette.styles({arm: name for name, arm in formats.items()})
     figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.7), squeeze=False)
     for axis, curve in zip(axes.flat, shown, strict=True):
-        chosen = points[points["metric"] == curve.metric]
-        _draw_panel(axis, chosen, labels, curve, styles, show_seeds=False)
+        chosen = _values_of_arms(arms, curve)
+        _draw_panel(axis, arms, chosen, labels, curve, styles, show_seeds=False)
         axis.set_title(curve.title)
         axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen, curve))
     add_legend_below(figure)
@@ -189,44 +200,42 @@ def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -
     return figure
 
 
-def _is_line(points: pd.DataFrame, curve: Curve) -> bool:
+def _is_line(chosen: Values, curve: Curve) -> bool:
     """Tell whether a metric is drawn as lines: not if it was measured only before and after training."""
-    return points.groupby("run_id")[STEP].nunique().max() > 2 or not curve.metric.startswith("eval/")
+    return max(len(values) for own in chosen.values() for values in own) > 2 or not curve.metric.startswith("eval/")
 
 
-def _axis_limits(drawn: tuple[float, float], points: pd.DataFrame, curve: Curve) -> tuple[float, float]:
+def _axis_limits(drawn: tuple[float, float], chosen: Values, curve: Curve) -> tuple[float, float]:
     """Return (low, high) of the y axis. `drawn` are the limits that matplotlib chose.
 
     Lines get less room than matplotlib gives them, so that wide bands do not flatten them: a quarter of the values'
     range above and below. Points before and after training keep their whole intervals. No limit goes beyond
     `curve.bounds`, and with `curve.from_zero` low is 0.
     """
-    values, room = points["value"], math.inf
-    if _is_line(points, curve):
+    values, room = pd.concat([values for own in chosen.values() for values in own]), math.inf
+    if _is_line(chosen, curve):
         room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
     low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
     return 0 if curve.from_zero else low, high
 
 
 def _draw_panel(
-    axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
+    axis: Axes, arms: Arms, chosen: Values, labels: Mapping[str, str], curve: Curve,
     styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, show_seeds: bool = True, unit: str = "step",
 ) -> None:  # fmt: skip
     """Draw the arms of `labels` (arm -> legend text) as lines, or as points if measured only before and after training.
 
-    `show_seeds` adds the single seeds of each arm.
+    `chosen` has the values of all panels, `arms` the runs. `show_seeds` adds the single seeds of each arm.
     """
-    is_line = _is_line(points, curve)
+    is_line = _is_line(chosen, curve)
     for number, (arm, label) in enumerate(labels.items()):
-        points_of_arm = points[points["arm"] == arm]
-        if points_of_arm.empty:
+        if arm not in chosen:
             continue
         if is_line:
-            _draw_line(axis, points_of_arm, by, label, curve, styles[arm], show_seeds)
+            _draw_line(axis, chosen[arm], by, label, curve, styles[arm], show_seeds)
         else:
-            beside = DODGE * (number - (len(labels) - 1) / 2)
-            places = (points_of_arm[STEP] > 0) + beside if by == STEP else points_of_arm[by]
-            _draw_two_points(axis, points_of_arm.assign(place=places), label, curve, styles[arm], show_seeds)
+            beside = DODGE * (number - (len(labels) - 1) / 2) if by == STEP else None
+            _draw_two_points(axis, arms[arm], chosen[arm], beside, label, curve, styles[arm], show_seeds)
     if is_line:
         style_panel(axis, curve.label, unit)
     elif by == STEP:
@@ -239,20 +248,27 @@ def _draw_panel(
 
 
 def _draw_two_points(
-    axis: Axes, points: pd.DataFrame, label: str, curve: Curve, style: Mapping[str, Any], show_seeds: bool
+    axis: Axes, runs: Sequence[Run], series: Sequence[pd.Series], beside: float | None, label: str, curve: Curve,
+    style: Mapping[str, Any], show_seeds: bool,
 ) -> None:  # fmt: skip
     """Draw the mean of an arm before and after training, with 95% intervals; a thin dotted line joins the two.
 
-    Column `place` of `points` has x coordinates, which are averaged over the arm's seeds. Mean and interval are in the
-    columns `INTERVAL`; where these are nan, they are over the values of the seeds.
+    Held-out accuracy has the interval of the tables, which leave out questions that a seed was not asked; other metrics
+    have one over seeds. The x axis is that of `series`, averaged; or with `beside` the points are at `beside` and 1
+    further.
     """
     x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
-    for _, rows in points.groupby(points[STEP] > 0):
-        values = rows["value"].to_numpy(float)
-        mean, low, high = rows[INTERVAL].iloc[0]
+    for is_after in (False, True):
+        values = pd.concat([of_run[(of_run.index > 0) == is_after] for of_run in series])
+        if values.empty:
+            continue
+        mean, low, high = math.nan, math.nan, math.nan
+        if curve.metric == "eval/accuracy":
+            mean, low, high = mean_of_arm(matrix(runs, "after" if is_after else "before"), SHARE)
         if math.isnan(low):
-            mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(values[:, None]))
-        x.append(float(rows["place"].mean()))
+            of_seeds = values.to_numpy(float)[:, None]
+            mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(of_seeds))
+        x.append(float(values.index.to_numpy().mean()) if beside is None else is_after + beside)
         means.append(mean)
         ends.append((mean - low, high - mean))
         if show_seeds and len(values) > 1:
@@ -263,14 +279,14 @@ def _draw_two_points(
 
 
 def _draw_line(
-    axis: Axes, points: pd.DataFrame, by: str, label: str, curve: Curve, style: Mapping[str, Any], show_seeds: bool
+    axis: Axes, seeds: Sequence[pd.Series], by: str, label: str, curve: Curve, style: Mapping[str, Any],
+    show_seeds: bool,
 ) -> None:  # fmt: skip
     """Draw one arm in a panel: the mean as a thick line, and its 95% interval as a band.
 
-    `show_seeds` adds a thin line per seed. `by` is the column of the x axis. Seeds have values at different times if
-    `by` is `CLOCK`. Then each seed is interpolated linearly, and the mean covers only the time in which all seeds ran.
+    `show_seeds` adds a thin line per seed. Seeds have values at different times if `by` is `CLOCK`. Then each seed is
+    interpolated linearly, and the mean covers only the time in which all seeds ran.
     """
-    seeds = [rows.set_index(by)["value"] for _, rows in points.groupby("run_id")]
     for values in seeds if show_seeds and len(seeds) > 1 else []:
         axis.plot(values.index, values, color=style["color"], ls="-", marker="", lw=0.5, alpha=0.4)
     if by == STEP or len(seeds) == 1:

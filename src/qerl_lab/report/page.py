@@ -103,18 +103,17 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
     The sections are weight formats, each recorded curve with the paper's figures beside it, and diagnostics. Figures of
     speed, and figures by time, show only arms in which no run shared its machine.
     """
-    points, firsts = comparison.curves(compared), [runs[0] for runs in compared.arms.values()]  # a run of each arm
-    styles = palette.styles_of_arms(compared.arms)
-    alone = points[points["arm"].isin(compared.alone)]
+    arms, alone = compared.arms, compared.alone
+    styles, firsts = palette.styles_of_arms(arms), [runs[0] for runs in arms.values()]  # a run of each arm
     drawn: dict[str, list[Drawn]] = {"Weight formats": []}
     for number, (title, group) in enumerate(list(curves.group_formats(compared).items())[:MOST_GROUPS], 1):
         name = f"formats{f'-{number}' if number > 1 else ''}-by-step"
         about = f"Reward, entropy and held-out accuracy of {', '.join(group)}"
-        drawn["Weight formats"].append(Drawn(name, about, palette.png(curves.draw_formats(points, group, title))))
-    for curve in curves.recorded_curves(points):
+        drawn["Weight formats"].append(Drawn(name, about, palette.png(curves.draw_formats(arms, group, title))))
+    for curve in curves.recorded_curves(arms):
         drawn[curve.title] = []
         is_speed = curve.metric.endswith("tokens_per_second")
-        for by, chosen in ((curves.STEP, alone if is_speed else points), (curves.CLOCK, alone)):
+        for by, chosen in ((curves.STEP, alone if is_speed else arms), (curves.CLOCK, alone)):
             if curve in curves.recorded_curves(chosen):
                 about = f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}"
                 image = palette.png(curves.draw(chosen, curve, by, baseline, styles))

@@ -12,6 +12,7 @@ from PIL import Image, ImageColor
 
 from qerl_lab.record.metrics import encode_line
 from qerl_lab.report import comparison, curves, palette, paper_curves
+from qerl_lab.report.runs import FINISHED, Run
 from qerl_lab.report.stats import band_over_seeds, over_seeds
 from run_directories import make_run
 
@@ -22,15 +23,20 @@ def points(arms: list[str], seeds: int = 3, steps: int = 30, metric: str = "rewa
     """Seed s of an arm has the value step + s, and takes 2 + s seconds a step."""
     return pd.DataFrame([
         {"run_id": f"{arm}-{seed}", "arm": arm, "metric": metric, "step": step, "seconds": (2.0 + seed) * step,
-         "value": float(step + seed), **dict.fromkeys(comparison.INTERVAL, np.nan)}
+         "value": float(step + seed)}
         for arm in arms for seed in range(seeds) for step in range(1, steps + 1)
     ])  # fmt: skip
 
 
 def draw(table: pd.DataFrame, curve: curves.Curve, by: str, baseline: str | None) -> Figure:
     """Arms are named by their format, as `nvfp4_aqn` is."""
-    formats = {arm: arm.partition("_")[0] for arm in table["arm"].unique()}
-    return curves.draw(table, curve, by, baseline, palette.styles(formats))
+    arms: dict[str, list[Run]] = {}
+    for (arm, name), rows in table.set_index("step").groupby(["arm", "run_id"], sort=False):
+        seconds = rows["seconds"].diff().fillna(rows["seconds"])
+        steps = pd.DataFrame({rows["metric"].iloc[0]: rows["value"], "step/seconds": seconds})
+        run = Run(name, arm, int(name[-1]), {}, frozenset(), FINISHED, ended=0.0, code="", steps=steps)
+        arms.setdefault(arm, []).append(run)
+    return curves.draw(arms, curve, by, baseline, palette.styles({arm: arm.partition("_")[0] for arm in arms}))
 
 
 def means(axis: Axes) -> list:
@@ -103,10 +109,6 @@ def test_accuracy_before_and_after_has_two_points_with_intervals_and_no_curve_be
     _, low, high = band_over_seeds(np.array([[0.0, 0.3], [0.1, 0.4], [0.2, 0.5]]))
     drawn = [(segment[:, 1].min(), segment[:, 1].max()) for segment in segments]
     assert drawn == [pytest.approx(end) for end in zip(np.clip(low, 0, 1), high, strict=True)]
-    of_questions = table.assign(mean=0.7, low=0.5, high=0.9)  # of those that all seeds were asked
-    (axis,) = draw(of_questions, ACCURACY, curves.STEP, "bf16").axes
-    assert [list(line.get_ydata()) for line in means(axis)] == [[0.7, 0.7]] * 2
-    assert [list(segment[:, 1]) for segment in axis.collections[0].get_segments()] == [pytest.approx([0.5, 0.9])] * 2
     (axis,) = draw(table, ACCURACY, curves.CLOCK, "bf16").axes
     assert list(means(axis)[0].get_xdata()) == [0, pytest.approx(1.5)]  # seeds end after 60, 90 and 120 s
     assert axis.get_xlabel() == "minutes of training steps: before and after them"
@@ -165,8 +167,9 @@ def test_no_two_arms_of_a_report_look_alike() -> None:
 
 def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
-    found = comparison.curves(comparison.read([tmp_path]))
-    assert found.loc[found["metric"] == "reward/mean", "seconds"].tolist() == [2, 4, 6, 8]
+    arms = comparison.read([tmp_path]).arms
+    (axis,) = curves.draw(arms, REWARD, curves.CLOCK, None, palette.styles_of_arms(arms)).axes
+    assert list(means(axis)[0].get_xdata()) == [2, 4, 6, 8]
 
 
 def test_the_interval_of_an_accuracy_is_that_of_the_tables(tmp_path: Path) -> None:
@@ -178,11 +181,11 @@ def test_the_interval_of_an_accuracy_is_that_of_the_tables(tmp_path: Path) -> No
         metrics.write_bytes(b"".join(lines))
     found = comparison.read([tmp_path])
     (row,) = comparison.by_arm(found, None).to_dict("records")
-    points = comparison.curves(found).query("metric == 'eval/accuracy' and value.notna()")
-    assert sorted(points["step"]) == [0, 0, 4, 4]
-    for step, phase in ((0, "before"), (4, "after")):
-        drawn = {tuple(values) for values in points.loc[points["step"] == step, comparison.INTERVAL].to_numpy()}
-        assert drawn == {tuple(row[f"accuracy_{phase}{end}"] for end in ("", "_low", "_high"))}
+    (axis,) = curves.draw(found.arms, ACCURACY, curves.STEP, None, palette.styles_of_arms(found.arms)).axes
+    assert list(means(axis)[0].get_ydata()) == [row["accuracy_before"], row["accuracy_after"]]
+    drawn = [list(segment[:, 1]) for segment in axis.collections[0].get_segments()]
+    tabulated = [[row[f"accuracy_{phase}{end}"] for end in ("_low", "_high")] for phase in ("before", "after")]
+    assert drawn == [pytest.approx(ends) for ends in tabulated]
     assert row["accuracy_before_low"] < row["accuracy_before"]
 
 

@@ -177,7 +177,7 @@ def test_of_groups_with_equally_many_formats_the_one_with_most_runs_is_first(tmp
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
     ((title, formats),) = curves.group_formats(found).items()
     assert (title, formats) == ("", {"bf16": "bf16", "nvfp4": "nvfp4"})
-    figure = curves.draw_formats(comparison.curves(found), formats, title)
+    figure = curves.draw_formats(found.arms, formats, title)
     assert [axis.get_ylabel() for axis in figure.axes][:2] == ["mean reward of a step", "nats per token"]
     for axis in figure.axes:
         assert {line.get_color() for line in axis.lines} == {palette.FORMATS[name] for name in formats}

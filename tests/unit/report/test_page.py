@@ -205,4 +205,4 @@ def test_of_runs_that_shared_a_card_no_time_and_no_speed_is_drawn_or_tabled(tmp_
     assert timed <= names[0]
     assert {name for name in names[1] if "time" in name or "throughput" in name} == set()
     assert "reward-by-step" in names[1]
-    assert found.alone == ["bf16"]
+    assert list(found.alone) == ["bf16"]
