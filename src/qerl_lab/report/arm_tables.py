@@ -52,10 +52,8 @@ def _accuracy_table(comparison: Comparison, baseline: str | None) -> Table:
             method, weight_format = beside[arm]
             row.append(f"{method}, {weight_format}")
             for size in ("3B", "7B"):
-                there = reference.select_row(
-                    table="Table 1", metric="accuracy", method=method, weight_format=weight_format,
-                    model=f"Qwen2.5-{size}-Instruct",
-                )  # fmt: skip
+                model = {"model": f"Qwen2.5-{size}-Instruct", "method": method, "weight_format": weight_format}
+                there = reference.select_row({"table": "Table 1", "metric": "accuracy"} | model)
                 row.append(f"{there['number'] / 100:.3f}")
         row += [NONE] * (len(rows[0]) - len(row))
     rows, empty = without_empty_columns(rows, 2)
@@ -106,7 +104,8 @@ def _entropy_table(comparison: Comparison) -> Table:
                 row.append(NONE)
         if arm in beside:
             line = {"BF16": "BF16/Float16"}.get(beside[arm][1], beside[arm][1])
-            mean = reference.select_row(table="Figure 5", weight_format=line, setting=reference.EIGHT_STEPS)["number"]
+            of_line = {"table": "Figure 5", "weight_format": line, "setting": reference.EIGHT_STEPS}
+            mean = reference.select_row(of_line)["number"]
             row.append(f"{mean:.3f}")
         rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])
     rows, empty = without_empty_columns(rows)

@@ -15,9 +15,9 @@ import yaml
 
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.fields import DAY, DIRECTION, LIST, MAPPING, NUMBER, TEXT, WHOLE, check_fields, parse_number
-from qerl_lab.config.keys import FIELDS, TYPES, describe_type, has_type, spell_value
+from qerl_lab.config.keys import FIELDS, TYPES, check_type
 from qerl_lab.config.message import in_one_line
-from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.paths import QUEUE, sha256
 from qerl_lab.report import reference
 from qerl_lab.report.measures import MEASURES
@@ -43,15 +43,14 @@ OF_PRINTED = {"where": MAPPING, "treated": MAPPING, "control": MAPPING}
 class Contrast:
     """A comparison of two arms, treated and control, each given by name and settings.
 
-    `printed` holds pairs of the paper's numbers (treated, control), each as column values that find it in
-    `reference.printed`.
+    `printed` has the paper's effects by source: factors for a ratio, else differences.
     """
 
     treated: str
     control: str
     treated_settings: Settings
     control_settings: Settings
-    printed: tuple[tuple[Settings, Settings], ...] = ()
+    printed: tuple[tuple[str, float], ...] = ()
 
     @property
     def name(self) -> str:
@@ -187,7 +186,8 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
             raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
     if fields["direction"] not in (-1, 0, 1):
         raise ValueError(f"{where}: direction {fields['direction']} is none of -1, 0, 1")
-    smallest = parse_number(fields["smallest"], f"{where}: smallest", 1 if MEASURES[fields["measure"]].ratio else 0)
+    is_ratio = MEASURES[fields["measure"]].ratio
+    smallest = parse_number(fields["smallest"], f"{where}: smallest", 1 if is_ratio else 0)
     swept_keys = [fields[field] for field in ("best_of", "mean_over") if fields.get(field)]
     if len(swept_keys) > 1:
         raise ValueError(f"{where} has both best_of and mean_over")
@@ -195,7 +195,7 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
         _check_key(key, where, KEYS_AND_GROUPS)
     if not fields["contrasts"]:
         raise ValueError(f"{where}: contrasts is empty, and there is nothing to compare")
-    contrasts = tuple(_parse_contrast(entry, arms, where) for entry in fields["contrasts"])
+    contrasts = tuple(_parse_contrast(entry, arms, is_ratio, where) for entry in fields["contrasts"])
     parsed = {
         "contrasts": contrasts, "free": tuple(fields["free"]), "guardrail": guardrail, "smallest": smallest,
         "added": str(fields.get("added", "")), "file": file,
@@ -203,8 +203,8 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
     return Claim(**fields | parsed)
 
 
-def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
-    """Build one contrast from `values`, its entry in the claim; `where` names the claim in messages.
+def _parse_contrast(values: Any, arms: Mapping[str, Settings], is_ratio: bool, where: str) -> Contrast:
+    """Build one contrast from `values`, its entry in the claim; `is_ratio` and `where` are the claim's kind and name.
 
     Raises ValueError for an unknown arm, and if the paper lacks a number of `printed`.
     """
@@ -220,13 +220,11 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
         row = check_fields(row, OF_PRINTED, {}, f"{where}, printed")
         for columns in row.values():
             check_fields(columns, dict.fromkeys(columns, TEXT), {}, f"{where}, printed")
-        pair = (row["where"] | row["treated"], row["where"] | row["control"])
-        for columns in pair:
-            try:
-                reference.select_row(**{str(column): cell for column, cell in columns.items()})
-            except KeyError as error:
-                raise ValueError(f"{where}, printed: {error.args[0]}") from None
-        printed.append(pair)
+        numbers = {side: {**row["where"], **row[side]} for side in ("treated", "control")}
+        try:
+            printed.append(reference.paper_effect(**numbers, ratio=is_ratio))
+        except KeyError as error:
+            raise ValueError(f"{where}, printed: {error.args[0]}") from None
     return Contrast(treated, control, arms[treated], arms[control], tuple(printed))
 
 
@@ -246,13 +244,14 @@ def _parse_settings(values: Any, where: str) -> dict[str, str]:
     found = {}
     for key, value in values.items():
         _check_key(key, where, FIELDS)
-        kind, choices = TYPES[key], FIELDS[key].metadata["choices"]
-        if choices and str(value) not in choices:
-            quote = ' (write "off" with its quotes)' if value is False and "off" in choices else ""
-            raise ValueError(f"{where}: {key}={value} is none of {', '.join(choices)}{quote}")
-        if kind in (float, float | None) and type(value) in (int, str):
+        if FIELDS[key].metadata["choices"]:
+            value = str(value)
+        elif TYPES[key] in (float, float | None) and type(value) in (int, str):
             value = parse_number(value, f"{where}: {key}")
-        if not has_type(value, kind):
-            raise ValueError(f"{where}: {key}={spell_value(value)} is not allowed; allowed: {describe_type(kind)}")
+        try:
+            check_type(key, FIELDS[key], value)
+            check_bounds(key, FIELDS[key].metadata, value)
+        except ConfigError as error:
+            raise ValueError(f"{where}: {error}") from None
         found[key] = str(value)
     return found

@@ -126,7 +126,7 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         Line2D([], [], color="black", marker="o", label="measured, 95% interval"),
         Line2D([], [], **SMALLEST, label="smallest effect that matters"),
     ]
-    if any(row.printed for row in measured):
+    if any(row.contrast.printed for row in measured):
         marks.append(Line2D([], [], **PRINTED, label="the paper's effect"))
     columns = 3 if across > 1 else 1  # one panel is narrower than two entries of the legend
     figure.set_figheight(size[1] + (0.2 * (len(marks) - 1) if columns == 1 else 0))
@@ -162,7 +162,7 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
             if not math.isfinite(end):
                 arrow = {"arrowstyle": "->", "color": shade, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
                 axis.annotate("", (edge, -place), (mean, -place), ("axes fraction", "data"), "data", arrow)
-        printed = [value for _, value in row.printed]
+        printed = [value for _, value in row.contrast.printed]
         axis.plot(printed, [-place] * len(printed), **PRINTED)
         name = verdict_tables.name_of(row)
         names.append(textwrap.fill(name, NAME_CHARS, break_long_words=False, break_on_hyphens=False))

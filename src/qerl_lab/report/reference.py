@@ -79,8 +79,8 @@ def curves() -> pd.DataFrame:
     return pd.read_csv(package_data("results/reference") / "curves.csv", keep_default_na=False)
 
 
-def select_row(**where: str) -> pd.Series:
-    """Return the row of `printed` with the given column values, such as `metric="accuracy"`.
+def select_row(where: Mapping[str, str]) -> pd.Series:
+    """Return the row of `printed` with the column values `where`, such as `{"metric": "accuracy"}`.
 
     In the column `setting` a part of the text is enough. Raises KeyError unless exactly one row has these values, and
     in it a number.
@@ -94,20 +94,24 @@ def select_row(**where: str) -> pd.Series:
     return rows.iloc[0]
 
 
-def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool) -> tuple[float, float]:
-    """Return (effect, error): the paper's number `treated` minus `control`, or with `ratio` divided by it.
+def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool) -> tuple[str, float]:
+    """Return (source, effect): the paper's number `treated` minus `control`, or with `ratio` divided by it.
 
     `treated` and `control` are column values, as in `select_row`. Two curves of one figure are compared only at steps
-    at which both are known. `error` is the larger reading error of the two numbers, 0 if both are printed.
+    at which both are known. The source names table or figure, model and, of a curve, the larger reading error.
+    Accuracies, which the paper prints in percent, become fractions. Raises KeyError as `select_row`.
     """
-    treated_row, control_row = select_row(**treated), select_row(**control)
+    treated_row, control_row = select_row(treated), select_row(control)
     of_treated, of_control = treated_row["number"], control_row["number"]
     file, setting = treated_row["file"], treated_row["setting"]
     if file and file == control_row["file"]:
         both = curves_to_average(file, setting)[[treated_row["column"], control_row["column"]]]
         of_treated, of_control = both.dropna().mean()
+    effect = of_treated / of_control if ratio else of_treated - of_control
     error = max(treated_row["error"], control_row["error"])
-    return float(of_treated / of_control if ratio else of_treated - of_control), float(error)
+    model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
+    source = f"{treated['table']} {model}".strip() + (f", +-{error:g}" if error else "")
+    return source, float(effect) / (100 if treated.get("metric") == "accuracy" else 1)
 
 
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -47,7 +47,7 @@ def paper_cell(row: Row) -> str:
     Inside and outside say whether our interval holds the paper's effect.
     """
     texts = []
-    for where, value in row.printed:
+    for where, value in row.contrast.printed:
         if row.numbers:
             _, low, high = row.numbers.effect
             where += ", inside" if low <= value <= high else ", outside"

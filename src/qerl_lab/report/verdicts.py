@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qerl_lab.report import reference, stats
+from qerl_lab.report import stats
 from qerl_lab.report.arms import keys_implied_by_task, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
@@ -62,9 +62,9 @@ class Row:
     """The verdict on one contrast of a claim, for one pair of arms.
 
     `context` holds the settings that tell the row from others on this contrast, `conditions` the values of
-    `CONDITIONS`, `registered` whether the runs record the claims file, `printed` the paper's effects by source.
-    `finished`, `started` and `collapsed` count runs of (treated, control); `collapsed` stays 0 unless the measure is
-    `answers_last`. `lacks_runs` tells that an arm of the contrast has no run, neither finished nor started.
+    `CONDITIONS`, `registered` whether the runs record the claims file. `finished`, `started` and `collapsed` count runs
+    of (treated, control); `collapsed` stays 0 unless the measure is `answers_last`. `lacks_runs` tells that an arm of
+    the contrast has no run, neither finished nor started.
     """
 
     claim: Claim
@@ -74,7 +74,6 @@ class Row:
     context: tuple[tuple[str, str], ...] = ()
     conditions: tuple[tuple[str, str], ...] = ()
     registered: str = ""
-    printed: tuple[tuple[str, float], ...] = ()
     finished: tuple[int, int] = (0, 0)
     started: tuple[int, int] = (0, 0)
     collapsed: tuple[int, int] = (0, 0)
@@ -102,7 +101,7 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
     started = [*counted, *(run for run in runs if not run.is_finished)]
     for claim in of_paper() if claims is None else claims:
         for contrast in claim.contrasts:
-            empty = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
+            empty = Row(claim, contrast, Verdict.UNDECIDED, "")
             try:
                 rows_of_contrast = [_measure_row(empty, pair) for pair in find_pairs(claim, contrast, started)]
             except Unmeasured as error:
@@ -113,21 +112,6 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
                 context = (item for item in row.context if item not in common and item[0] not in implied)
                 rows.append(replace(row, context=tuple(context)))
     return set_verdicts(floor_variances(rows))
-
-
-def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
-    """Return the paper's effects of a contrast as (source, effect): factors for a ratio, else differences.
-
-    Accuracies, which the paper prints in percent, become fractions.
-    """
-    effects = []
-    for treated, control in contrast.printed:
-        effect, error = reference.paper_effect(treated, control, claim.is_ratio)
-        scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
-        model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
-        source = f"{treated['table']} {model}".strip() + (f", +-{error:g}" if error else "")
-        effects.append((source, effect / scale))
-    return tuple(effects)
 
 
 def _measure_row(row: Row, pair: Pair) -> Row:
@@ -218,25 +202,18 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         others = [other.judged.p for other in rows
                   if other.judged and other is not row and other.claim.family == row.claim.family]  # fmt: skip
-        if row.judged:
-            row = _decide(row, row.judged, others)
+        if numbers := row.judged:
+            adjusted, verdict = _correct_and_test(row.claim, numbers.p, others)
+            numbers = replace(numbers, adjusted=adjusted)
+            if verdict == Verdict.UNDECIDED:
+                why = _explain_undecided(row, numbers, others)
+            else:
+                why = [_spell(verdict, row.claim).shown, *_reservations(row, numbers, verdict)]
+            row = replace(row, numbers=numbers, verdict=verdict, why="; ".join(why))
         elif row.numbers:
             row = replace(row, why=f"{row.numbers.seeds} of {row.claim.file.seeds} seeds: an interval, no verdict yet")
         done.append(row)
     return done
-
-
-def _decide(row: Row, numbers: Numbers, others: Sequence[PValues]) -> Row:
-    """Return the row with verdict, reason and p-values corrected within its family.
-
-    `others` holds the uncorrected p-values of the other contrasts in the family.
-    """
-    adjusted, verdict = _correct_and_test(row.claim, numbers.p, others)
-    numbers = replace(numbers, adjusted=adjusted)
-    if verdict == Verdict.UNDECIDED:
-        return _leave_undecided(row, numbers, others)
-    why = [_spell(verdict, row.claim).shown, *_reservations(row, numbers, verdict)]
-    return replace(row, numbers=numbers, verdict=verdict, why="; ".join(why))
 
 
 def _correct_and_test(claim: Claim, p: PValues, others: Sequence[PValues]) -> tuple[PValues, Verdict]:
@@ -256,10 +233,10 @@ def _correct_and_test(claim: Claim, p: PValues, others: Sequence[PValues]) -> tu
     return adjusted, Verdict.EXCLUDED if is_small else Verdict.UNDECIDED
 
 
-def _leave_undecided(row: Row, numbers: Numbers, others: Sequence[PValues]) -> Row:
-    """Return the row as undecided, with estimates of the seeds that would decide it, and what they would decide.
+def _explain_undecided(row: Row, numbers: Numbers, others: Sequence[PValues]) -> list[str]:
+    """Estimate the seeds that would decide a row, and what they would decide; list this and what limits a verdict.
 
-    `others` is as in `_decide`.
+    `others` holds the uncorrected p-values of the other contrasts in the family.
     """
     claim = row.claim
 
@@ -287,8 +264,7 @@ def _leave_undecided(row: Row, numbers: Numbers, others: Sequence[PValues]) -> R
         why = f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
         if numbers.questions > 1:
             why += f" with {numbers.questions} questions: type a larger eval.questions"
-    why = "; ".join([why, *_reservations(row, numbers, reached)])
-    return replace(row, numbers=numbers, verdict=Verdict.UNDECIDED, why=why)
+    return [why, *_reservations(row, numbers, reached)]
 
 
 def _spell(verdict: Verdict, claim: Claim) -> Phrase:
@@ -310,7 +286,7 @@ def _reservations(row: Row, numbers: Numbers, reached: Verdict) -> list[str]:
         limits.append(f"guardrail {claim.guardrail.measure} is {state}")
     if claim.direction and reached in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
         small = [
-            f"{claim.spell(value)} ({where})" for where, value in row.printed
+            f"{claim.spell(value)} ({where})" for where, value in row.contrast.printed
             if claim.direction * (math.log(value) if claim.is_ratio else value) < claim.margin
         ]  # fmt: skip
         if small:

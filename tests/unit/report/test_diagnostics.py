@@ -108,8 +108,8 @@ def test_effects_have_a_panel_per_claim_and_the_papers_values_beside(found: Comp
         dots = [line.get_xdata()[0] for line in axis.lines if line.get_marker() == "o"]
         assert dots == [row.numbers.effect[0] for row in own]
         diamonds = [value for line in axis.lines if line.get_marker() == "D" for value in line.get_xdata()]
-        assert diamonds == [value for row in own for _, value in row.printed]
-    assert any(row.printed for row in measured)
+        assert diamonds == [value for row in own for _, value in row.contrast.printed]
+    assert any(row.contrast.printed for row in measured)
     assert diagnostics.draw_effects([row for row in rows if not row.numbers]) is None
 
 

@@ -16,7 +16,7 @@ from qerl_lab.report import comparison
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper, read
 from qerl_lab.report.verdict_tables import collapses, measured_cells, pipe_table
-from qerl_lab.report.verdicts import Row, family_sizes, judge, paper_effects
+from qerl_lab.report.verdicts import Row, family_sizes, judge
 from qerl_lab.system import exits
 from run_directories import make_run, save_results
 from simulated_runs import record
@@ -75,7 +75,7 @@ def test_the_rows_and_the_page_have_every_number(sweep: Path) -> None:
     assert (row.finished, row.started, row.numbers.seeds, row.numbers.questions) == ((4, 4), (5, 4), 4, 4)
     assert row.numbers.at_least.mean(1) == pytest.approx([0.1875 + seed / 100 for seed in range(4)])
     assert row.numbers.effect[0] == pytest.approx(0.2025)
-    assert [effect for _, effect in row.printed] == pytest.approx([0.076, 0.027])
+    assert [effect for _, effect in row.contrast.printed] == pytest.approx([0.076, 0.027])
     page = Path("results/mine/verdicts.md").read_text()
     assert "By `python -m qerl_lab.report verdicts runs`." in page
     assert "| 4 of 5, 4 of 4 |" in page
@@ -316,7 +316,7 @@ def test_two_tasks_are_told_by_their_names_and_the_page_says_so(sweep: Path, pri
 def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:
     claims = {claim.name: claim for claim in CLAIMS}
     speed = claims["rollout_throughput"]
-    assert paper_effects(speed, speed.contrasts[0]) == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
+    assert speed.contrasts[0].printed == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
     assert pipe_table([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
 
 
