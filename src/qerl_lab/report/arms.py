@@ -2,10 +2,11 @@
 
 import hashlib
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+
+import pandas as pd
 
 from qerl_lab.config.conf_folder import matching_option
 from qerl_lab.config.schema import RunConfig
@@ -41,62 +42,43 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     1. Runs with equal questions get the path that comes first in `runs`.
     2. If runs with equal `task.*` settings had different questions, a hash of the questions is added to each path.
 
-    A run with unknown questions keeps its path.
+    Questions are equal if the SHA-256 of training and held-out questions are. Older records lack them: a missing one of
+    the held-out questions is taken from runs with the same training questions, two missing ones from runs with the same
+    path, unless these runs disagree. A run with unknown questions keeps its path.
     """
-    questions = _questions_of(runs)
-    first_path = dict[str, str]()  # by questions
-    renamed = [
-        _with_task_path(run, first_path.setdefault(asked, run.value(TASK_PATH))) if asked else run
-        for run, asked in zip(runs, questions, strict=True)
-    ]
-    asked_with = defaultdict[frozenset[tuple[str, str]], set[str]](set)  # questions by task.* settings
-    for run, asked in zip(renamed, questions, strict=True):
-        if asked:
-            asked_with[_task_settings(run)].add(asked)
+    table = pd.DataFrame({
+        "path": [run.value(TASK_PATH) for run in runs],
+        "task": [str(sorted(item for item in run.settings.items() if _is_of_task(item[0]))) for run in runs],
+        "training": [run.origin.training_sha256 for run in runs],
+        "heldout": [run.origin.heldout_sha256 for run in runs],
+    }, dtype=str)  # fmt: skip
+    table["heldout"] = _fill_blanks(table, "heldout", by="training")
+    table["asked"] = (table["training"] + "/" + table["heldout"]).where(table["training"] != "", "")
+    table["asked"] = _fill_blanks(table, "asked", by="path")
+    known = table[table["asked"] != ""]
+    paths = known.groupby("asked")["path"].transform("first")
+    is_ambiguous = known["asked"].groupby([known["task"], paths]).transform("nunique") > 1
+    hashes = known["asked"].map(lambda asked: hashlib.sha256(asked.encode()).hexdigest()[:6])
+    paths = paths.where(~is_ambiguous, paths + " #" + hashes)
     return [
-        _with_task_path(run, f"{run.value(TASK_PATH)} #{hashlib.sha256(asked.encode()).hexdigest()[:6]}")
-        if asked and len(asked_with[_task_settings(run)]) > 1
-        else run
-        for run, asked in zip(renamed, questions, strict=True)
+        replace(run, settings={**run.settings, TASK_PATH: paths[place]}) if place in paths.index else run
+        for place, run in enumerate(runs)
     ]
 
 
-def _questions_of(runs: Sequence[Run]) -> list[str]:
-    """Return a text for each run that is equal for equal questions, `SHA-256 of training/SHA-256 of held-out`.
+def _is_of_task(key: str) -> bool:
+    """Tell whether a key is one of a task other than its path."""
+    return key.startswith("task.") and key != TASK_PATH
 
-    Older records lack a SHA-256. A missing SHA-256 of the held-out questions is taken from runs with the same training
-    questions. If both are missing, both are taken from runs with the same path. If these runs disagree, it stays
-    missing. The text is empty if the questions are unknown.
+
+def _fill_blanks(table: pd.DataFrame, column: str, by: str) -> pd.Series:
+    """Return a column with each empty text replaced by the only other text in rows with the same `by`.
+
+    A text stays empty if these rows have no other text, or several.
     """
-    training = [run.origin.training_sha256 for run in runs]
-    heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
-    recorded = [
-        f"{of_training}/{of_heldout}" if of_training else ""
-        for of_training, of_heldout in zip(training, heldout, strict=True)
-    ]
-    return _fill_blanks([run.value(TASK_PATH) for run in runs], recorded)
-
-
-def _task_settings(run: Run) -> frozenset[tuple[str, str]]:
-    """Return the settings `task.*` of a run."""
-    return frozenset(item for item in run.settings.items() if item[0].startswith("task."))
-
-
-def _with_task_path(run: Run, path: str) -> Run:
-    """Return a copy of a run with task.path=`path`."""
-    return replace(run, settings={**run.settings, TASK_PATH: path})
-
-
-def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Replace each empty text by the only non-empty text that has the same key; `keys[i]` is the key of `texts[i]`.
-
-    A text stays empty if its key has no non-empty text, or several different texts.
-    """
-    known = defaultdict[str, set[str]](set)
-    for key, text in zip(keys, texts, strict=True):
-        known[key].update({text} - {""})
-    only = {key: min(found) for key, found in known.items() if len(found) == 1}
-    return [text or only.get(key, "") for key, text in zip(keys, texts, strict=True)]
+    texts = table[table[column] != ""].groupby(by)[column].agg(["first", "nunique"])
+    only = texts.loc[texts["nunique"] == 1, "first"].to_dict()
+    return table[column].where(table[column] != "", table[by].map(lambda key: only.get(key, "")))
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
