@@ -35,11 +35,14 @@ Differences are B - A, paired by question{seeds}, with intervals of 95%. Of diff
 p < 0.05; engine=common is the one in which both bases are dequantized to BF16."""
 
 
+Group = tuple[str, ...]  # benchmark, engine, sampling
+
+
 class Evaluated(NamedTuple):
-    """One evaluation: its settings and results (evaluation.json), and a row per completion (eval.parquet)."""
+    """One evaluation: its settings and results (evaluation.json), and a row per completion (eval.parquet) by group."""
 
     about: dict[str, Any]
-    rows: pd.DataFrame
+    groups: dict[Group, pd.DataFrame]
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,6 @@ class Difference:
 
 
 Pairs = list[tuple[Evaluated, Evaluated]]
-Group = tuple[str, ...]  # benchmark, engine, sampling
-RowsByGroup = dict[Group, pd.DataFrame]
 
 
 def run(a_path: str, b_path: str) -> None:
@@ -119,7 +120,7 @@ def read_arm(path: str) -> dict[int, Evaluated]:
                 f"{path} holds several evaluations that are not the seeds of one arm: {format_path(folders[0])} and "
                 f"{format_path(folder)}, {why}. Type the directory of one."
             )
-        by_seed[seed] = Evaluated(about, pd.read_parquet(folder / ROWS))
+        by_seed[seed] = Evaluated(about, rows_by_group(pd.read_parquet(folder / ROWS), about["own_is_common"]))
     return by_seed
 
 
@@ -177,7 +178,7 @@ def shared_groups(pairs: Pairs) -> tuple[list[Group], list[str]]:
     because both engines compute the same. Raises ConfigError if no group is in all evaluations.
     """
     notes = list[str]()
-    every = [rows_by_group(evaluated) for pair in pairs for evaluated in pair]
+    every = [evaluated.groups for pair in pairs for evaluated in pair]
     groups = dict.fromkeys(group for rows in every for group in rows)
     if all(evaluated.about["own_is_common"] for pair in pairs for evaluated in pair):
         notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
@@ -201,11 +202,9 @@ def differences(pairs: Pairs, groups: Sequence[Group]) -> Iterator[Difference]:
     the completions were kept (`tools.queue` drops them). Raises ConfigError if A and B differ in questions, prompts,
     answers or numbers of samples.
     """
-    groups_a = [rows_by_group(a) for a, _ in pairs]  # of each seed
-    groups_b = [rows_by_group(b) for _, b in pairs]
     for group in groups:
         benchmark, engine, sampling = group
-        rows_a, rows_b = [rows[group] for rows in groups_a], [rows[group] for rows in groups_b]
+        rows_a, rows_b = ([pair[side].groups[group] for pair in pairs] for side in (0, 1))  # of each seed
         for sides, (what, key) in product(zip(rows_a, rows_b, strict=True), PAIRED.items()):
             a, b = (set(rows[key].itertuples(index=False, name=None)) for rows in sides)
             if a != b:
@@ -226,16 +225,16 @@ def differences(pairs: Pairs, groups: Sequence[Group]) -> Iterator[Difference]:
             yield Difference(benchmark, engine, sampling, measure, mean_a, mean_b, by_question)
 
 
-def rows_by_group(evaluated: Evaluated) -> RowsByGroup:
+def rows_by_group(rows: pd.DataFrame, own_is_common: bool) -> dict[Group, pd.DataFrame]:
     """Return an evaluation's rows by (benchmark, engine, sampling).
 
-    With a dense base there are rows of the engine "own" only. They are returned for "common" too, because both engines
-    compute the same.
+    With a dense base (`own_is_common`) there are rows of the engine "own" only. They are returned for "common" too,
+    because both engines compute the same.
     """
-    found = {tuple(map(str, name)): rows for name, rows in evaluated.rows.groupby(GROUP, sort=False)}
-    if not evaluated.about["own_is_common"]:
+    found = {tuple(map(str, name)): of_group for name, of_group in rows.groupby(GROUP, sort=False)}
+    if not own_is_common:
         return found
-    return found | {(benchmark, COMMON, sampling): rows for (benchmark, _, sampling), rows in found.items()}
+    return found | {(benchmark, COMMON, sampling): own for (benchmark, _, sampling), own in found.items()}
 
 
 def table(compared: list[Difference]) -> str:

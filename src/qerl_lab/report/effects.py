@@ -4,7 +4,7 @@ Pure: nothing is read or written.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -51,6 +51,10 @@ class Side:
         """Return the seeds that have a run at every value of the swept key."""
         return set.intersection(*({run.seed for run in runs} for runs in self.finished.values()))
 
+    def limited_to(self, values: Collection[str]) -> "Side":
+        """Return the side with only these values of the swept key."""
+        return Side({value: runs for value, runs in self.started.items() if value in values})
+
 
 class Pair(NamedTuple):
     """A treated and a control side with equal settings, apart from the claim's `free` keys and its swept key.
@@ -81,7 +85,9 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
     candidates = product(_group_into_sides(claim, treated_runs), _group_into_sides(claim, control_runs))
     for (context, treated), (other_context, control) in candidates:
         if context == other_context:
-            pairs.append(_pair(claim, treated, control, context))
+            if claim.mean_over and (shared := treated.finished.keys() & control.finished.keys()):
+                treated, control = treated.limited_to(shared), control.limited_to(shared)
+            pairs.append(Pair(treated, control, context))
         else:
             differences.append({key for key, _ in {*context} ^ {*other_context}})
     if not pairs:
@@ -109,19 +115,6 @@ def _group_into_sides(claim: Claim, runs: Sequence[Run]) -> list[tuple[Arm, Side
         grouped.setdefault(others, {}).setdefault(value, []).append(run)
     sides = [(others, Side(by_value)) for others, by_value in grouped.items()]
     return [(tuple(item for item in others if not claim.is_free(item[0])), side) for others, side in sides if side.runs]
-
-
-def _pair(claim: Claim, treated: Side, control: Side, context: Arm) -> Pair:
-    """Make a pair of two sides that share the settings `context`.
-
-    With `mean_over` both keep only the values of this key that both have finished, if there are any.
-    """
-    if claim.mean_over and (shared := treated.finished.keys() & control.finished.keys()):
-        treated, control = (
-            Side({value: runs for value, runs in side.started.items() if value in shared})
-            for side in (treated, control)
-        )
-    return Pair(treated, control, context)
 
 
 class Range(NamedTuple):
