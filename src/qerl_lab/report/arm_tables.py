@@ -110,6 +110,7 @@ def _entropy_table(comparison: Comparison) -> Table:
         rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])
     rows, empty = without_empty_columns(rows)
     title, about = "Entropy and collapse", "Nats per token at rollout.temperature, without noise in the trainer."
+    about += " Last / first: geometric mean over seeds."
     if not {*ENTROPIES} & {*empty}:
         about += " Forking tokens: the fifth with the highest entropy."
         about += " Answers: nats a question, over its group's answers."
