@@ -18,7 +18,6 @@ def write_gguf(
     file: Path,
     *,
     seed: int = 0,
-    template: bool = True,
     layers: int = LAYERS,
     rope_scaling: str = "",
     bias: bool = False,
@@ -38,7 +37,7 @@ def write_gguf(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    vocabulary = _add_tokenizer(writer, template)
+    vocabulary = _add_tokenizer(writer)
     if rope_scaling == "llama3":
         writer.add_tensor("rope_freqs.weight", np.array([1, 1, 1, 1, 2, 4, 8, 8], np.float32))
     elif rope_scaling:
@@ -54,7 +53,7 @@ def write_gguf(
     return values
 
 
-def _add_tokenizer(writer: GGUFWriter, template: bool) -> int:
+def _add_tokenizer(writer: GGUFWriter) -> int:
     """Add the pocket policy's tokenizer, its end token given by id as in all GGUF files; return the token count."""
     stored = json.loads((ASSETS / "tokenizer.json").read_text())
     added = {entry["content"]: entry for entry in stored["added_tokens"]}
@@ -71,8 +70,7 @@ def _add_tokenizer(writer: GGUFWriter, template: bool) -> int:
     writer.add_eos_token_id(ids[END])
     writer.add_pad_token_id(ids["<|endoftext|>"])
     writer.add_add_bos_token(False)
-    if template:
-        writer.add_chat_template((ASSETS / "chat_template.jinja").read_text())
+    writer.add_chat_template((ASSETS / "chat_template.jinja").read_text())
     return len(tokens)
 
 

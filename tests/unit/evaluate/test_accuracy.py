@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
-import pytest
 
 from qerl_lab import tasks
 from qerl_lab.evaluate.accuracy import ask_questions, evaluate, evaluation_seed
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Completion, EngineFailed, OnDone, Rollout, Sampling
+from qerl_lab.rollout.engine import Completion, OnDone, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 
 
@@ -19,12 +18,11 @@ from qerl_lab.rollout.transformers import TransformersEngine
 class Recording:
     """An engine that answers nothing of use and remembers how it was asked."""
 
-    entropy: float | None = 0.5
     asked: list[tuple[list[list[int]], Sampling]] = field(default_factory=list)
 
     def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone) -> Rollout:
         self.asked.append((prompts, sampling))
-        return Rollout(prompts, [[Completion([5], [-1.0], "stop", self.entropy)] * group_size for _ in prompts], 1.0)
+        return Rollout(prompts, [[Completion([5], [-1.0], "stop")] * group_size for _ in prompts], 1.0)
 
 
 def asked(policy: Policy, *configurations: Any) -> list[tuple[list[list[int]], Sampling]]:
@@ -132,18 +130,3 @@ def test_a_row_has_every_score_of_the_task(policy, tiny) -> None:
     engine = Scripted(policy, [["<answer>\\undefined{</answer>", "<answer>1</answer>"]])
     rows, _ = ask_questions(engine, policy, task, task.heldout[:1], 2, Sampling(9, seed=0))
     assert rows["unparsed"].tolist() == [1, 0]
-
-
-def test_answers_that_an_engine_left_out_are_its_failure(policy, tiny) -> None:
-    task = tasks.load(tiny().task)
-    with pytest.raises(EngineFailed, match="the engine gave 1 completions for 1 prompts; asked: 2"):
-        ask_questions(Scripted(policy, [["1"]]), policy, task, task.heldout[:1], 2, Sampling(9, seed=0))
-
-
-def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
-    cfg = tiny()
-    with_it, without = (
-        evaluate(Recording(entropy), policy, tasks.load(cfg.task), cfg, range(2), 1).metrics()
-        for entropy in (0.5, None)
-    )
-    assert with_it == without | {"eval/entropy_nats": 0.5}

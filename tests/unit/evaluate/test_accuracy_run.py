@@ -253,11 +253,6 @@ def test_the_seed_of_a_model_alone_is_that_of_its_sampling() -> None:
         assert (found.run_seed, found.cfg.seed) == (seed or 0, seed or 0)
 
 
-def test_a_server_has_no_common_engine(run_dir) -> None:
-    with pytest.raises(ConfigError, match="common=true with rollout=vllm_server"):
-        subject.resolve_subject(AccuracyOptions(run=str(run_dir), rollout="vllm_server", common=True, device="cpu"))
-
-
 def test_a_checkpoint_is_loaded_with_the_layers_that_it_leaves_dense() -> None:
     stored = PackedAs(Nvfp4("max"), ("lm_head", "down_proj"))
     assert subject.packed_format(stored) == FormatConfig(name="nvfp4", ignore=["lm_head", "down_proj"])

@@ -27,6 +27,10 @@ from qerl_lab.evaluate import __main__ as evaluate
             "accuracy model=pocket benchmarks=arithmetic max_prompt_tokens=1024 max_completion_tokens=1500",
             "are 2524 tokens, and model.path=pocket was made for 2048. Type max_prompt_tokens=548.",
         ),
+        (
+            "accuracy model=pocket benchmarks=arithmetic rollout=vllm_server common=true",
+            "common=true with rollout=vllm_server",
+        ),
         ("compare a", "given: a; allowed: two directories, A and B."),
         ("entropy formats=fp5", "fp5 in formats=[fp5] is not allowed; allowed: all, bf16, fp8, mxfp4, nf4, nvfp4."),
         ("entropy prompts=gsm8", "prompts=gsm8 is no task; allowed: "),

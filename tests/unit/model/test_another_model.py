@@ -74,15 +74,6 @@ def test_a_gguf_file_has_one_too(tmp_path: Path) -> None:
         check(before, tmp_path / "run")
 
 
-def test_a_hash_that_is_typed_must_be_the_one_found(model: Path) -> None:
-    found = model_hash(model)
-    assert composed(f"model.path={model}", f"model.hash={found}").model.hash == found
-    with pytest.raises(
-        ConfigError, match=f"model.hash=abc does not match {model}, which has {found}. Leave model.hash"
-    ):
-        composed(f"model.path={model}", "model.hash=abc")
-
-
 @pytest.fixture
 def run(tiny: Callable[..., RunConfig], model: Path, tmp_path: Path) -> RunDirectory:
     """A run that was claimed; its adapter is none, and is not asked for."""

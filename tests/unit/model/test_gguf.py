@@ -15,8 +15,6 @@ from transformers import AutoTokenizer
 
 from gguf_files import HEADS, KV_HEADS, write_gguf
 from qerl_lab import preflight
-from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.intent import refuse_inert_overrides
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY, UNPACKED
 from qerl_lab.config.schema import ModelConfig, RunConfig
@@ -193,21 +191,6 @@ assert "torch" not in sys.modules
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == "89088"
     assert "'nothing' is no Linear layer" in done.stdout
-
-
-def test_a_file_without_a_chat_template_is_refused(new_file: Path) -> None:
-    write_gguf(new_file, template=False)
-    cfg = RunConfig(model=ModelConfig(path=str(new_file)))
-    with pytest.raises(ConfigError, match="has no chat template"):
-        on_disk.check(local_folder(cfg.model.path, None), cfg)
-
-
-def test_a_command_takes_it_by_a_relative_path(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(file.parent)
-    (job,) = make_plan(["scale=custom", "model.path=tiny.gguf"], multirun=False).jobs
-    assert (job.config.model.path, job.config.model.name) == (str(file), "tiny")
-    with pytest.raises(ConfigError, match=r"model\.revision"):
-        refuse_inert_overrides([(job.config, {"model.revision": "main"})])
 
 
 def test_vllm_reads_the_unpacked_directory_itself(file: Path, tiny: Callable[..., RunConfig]) -> None:

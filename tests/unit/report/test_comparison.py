@@ -335,11 +335,12 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
     (["nowhere"], "nowhere is no directory. Type the directory of a run or of a sweep"),
     (["verdict", "runs"], "verdict is no directory and no command. Did you mean verdicts?"),
     (["empty"], "empty holds no run directory. Type"),
-    (["unfinished"], "no run counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
+    (["unfinished", "out=out"], "no run counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
     (["sweep", "baseline=nvfp"], "baseline=nvfp is none of the arms. Did you mean nvfp4? Allowed: bf16; nvfp4."),
     (["sweep", "out=out", "baseline=nvfp"], "baseline=nvfp is none of the arms."),
     (["sweep", "out=sweep/bf16-0/env.json"], "env.json cannot be written"),
     (["verdicts", "sweep", "out=sweep/bf16-0/env.json"], "env.json cannot be written"),
+    (["verdicts", "sweep", "claims=none.yaml"], "claims=none.yaml is not there. Type the path of a YAML file"),
 ])  # fmt: skip
 def test_a_wrong_word_is_answered_with_what_to_type(
     sweep: Path, printed: Callable[..., str], words: list[str], said: str

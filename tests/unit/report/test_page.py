@@ -166,15 +166,6 @@ def test_without_the_runs_every_file_is_the_same(made: Path, here: Path) -> None
     assert arms.loc[1, "difference_low"] < arms.loc[1, "difference"] < arms.loc[1, "difference_high"]
 
 
-def test_where_no_run_finished_the_runs_are_named_and_nothing_is_written(
-    here: Path, printed: Callable[..., str]
-) -> None:
-    (make_run(here / "runs" / "stopped", "bf16", 0) / "DONE").unlink()
-    said = printed("runs", "out=results/mine", code=2)
-    assert "no run counts:\n  runs/stopped: interrupted, or still running (step 4 of 4)" in said
-    assert not Path("results").exists()
-
-
 @pytest.mark.usefixtures("unrendered")
 def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(here: Path) -> None:
     for arm in ("bf16", "nvfp4"):

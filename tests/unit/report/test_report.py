@@ -13,7 +13,6 @@ from qerl_lab.record.metrics import encode_line
 from qerl_lab.report import comparison, palette, plots, run_summary, runs
 from qerl_lab.report.__main__ import COMMAND as report_command
 from qerl_lab.report.__main__ import ReportOptions
-from qerl_lab.system import terminal
 from qerl_lab.tools.export import COMMAND as export_command
 from qerl_lab.tools.export import ExportOptions
 from qerl_lab.tools.samples import COMMAND as sample_command
@@ -184,8 +183,6 @@ def mirrored(run_dir: Path, **noted: str) -> Path:
 
 
 def test_paths_are_shown_as_they_can_be_typed(here: Path) -> None:
-    assert terminal.format_path(here / "runs" / "x") == "runs/x"
-    assert terminal.format_path(here.parent / "y") == str(here.parent / "y")
     text = run_summary.where(mirrored(here / "runs" / "x", uri="sqlite:////tmp/a b.db", experiment_id="7"), True)
     assert "run directory: runs/x " in text
     assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text

@@ -207,11 +207,6 @@ def test_a_claims_file_that_cannot_be_tested_is_refused(
     assert said in printed("verdicts", "runs", "claims=claims.yaml", code=exits.USAGE)
 
 
-def test_a_claims_file_that_is_not_there_is_told_in_words(here: Path, printed: Callable[..., str]) -> None:
-    said = printed("verdicts", "runs", "claims=none.yaml", code=exits.USAGE)
-    assert "claims=none.yaml is not there. Type the path of a YAML file of claims." in said
-
-
 def test_collapsed_runs_are_counted_at_the_values_that_both_arms_have_with_fishers_test() -> None:
     """The treated arm alone has rate 3, where every run falls; the control's runs fall at rate 2."""
     (claim,) = (claim for claim in CLAIMS if claim.name == "rank_insensitivity")

@@ -158,13 +158,6 @@ def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy
         assert part in str(caught.value)
 
 
-def test_a_rollout_has_a_time_limit(fake: FakeVllm, build) -> None:
-    engine = build(rollout__vllm__timeout_minutes=0.01)
-    fake.hold_seconds = 2
-    with pytest.raises(EngineFailed, match=r"finished 0 of 3 groups in rollout\.vllm\.timeout_minutes=0\.01"):
-        engine.generate(PROMPTS, 2, SAMPLING)
-
-
 def test_the_time_limit_holds_for_all_tries_of_a_request(fake: FakeVllm, build) -> None:
     """The first one is lost late."""
     engine = build(rollout__vllm__timeout_minutes=0.02)

@@ -127,19 +127,6 @@ def test_what_would_only_happen_again_saves_nothing(new_runs, whole) -> None:
     assert not checkpoint.newest(runs.directory.checkpoints)
 
 
-def test_nan_logits_in_an_evaluation_are_no_result(new_runs) -> None:
-    """Tokens drawn from NaN are random, and grading them would record an accuracy of a policy that is none.
-
-    test_evaluation_of_ranks.py has the one before training.
-    """
-    runs = new_runs(steps=1, algorithm__dynamic_sampling=False)
-    with pytest.raises(Diverged, match="the sampler's logits are NaN in the evaluation after training"):
-        runs.run("nan@3")
-    assert [line["step"] for line in runs.directory.metrics()] == [0, 1]
-    assert [path.name for path in runs.directory.checkpoints.glob("*")] == ["step-000001"]
-    assert runs.directory.status != "done"
-
-
 def test_an_engine_that_a_signal_kills_first_is_no_failure(new_runs) -> None:
     runs = new_runs(algorithm__dynamic_sampling=False, eval__questions=0)
     assert runs.run("timeout@2", StopWhen(holds=lambda: runs.plan.calls["generate"] == 2)) == INTERRUPTED
