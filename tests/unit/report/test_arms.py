@@ -17,6 +17,7 @@ from qerl_lab.report.arms import (
     fill_in_device,
     keys_of_scales,
     labels,
+    match_task_paths,
     number_first,
     shorten,
 )
@@ -204,6 +205,34 @@ def test_a_run_that_failed_before_it_noted_its_device_is_of_the_arm_that_it_equa
         assert fill_in_device([failed, known])[0].arm == known.arm
     assert fill_in_device([failed, here, there])[0].arm == failed.arm  # of either: nobody knows
     assert fill_in_device([failed, run("bf16", device="cuda")])[0].arm == failed.arm
+
+
+def asked(path: str, training: str = "", heldout: str = "", **changes: Any) -> Run:
+    """A run whose questions lay in `path` and had these hashes; "" is what its version did not record."""
+    origin = Origin(training_sha256=training, heldout_sha256=heldout)
+    return replace(run("bf16", task__path=path, **changes), origin=origin)
+
+
+@pytest.mark.parametrize(("runs", "paths"), [
+    # the same questions in two folders; what one run did not record is taken from those that did
+    ([asked("/a", "t"), asked("/b", "t")], ["/a", "/a"]),
+    ([asked("/a", "t"), asked("/b", "t", "h"), asked("/b")], ["/a", "/a", "/a"]),
+    # other questions in another folder; of the first run here nobody knows which it held out
+    ([asked("/a", "t"), asked("/b", "t", "h"), asked("/c", "t", "g")], ["/a", "/b", "/c"]),
+    ([asked("/a", "t", "h"), asked("/b", "s", "h"), asked("/c"), asked("/d")], ["/a", "/b", "/c", "/d"]),
+    # other questions in the same folder, and those of a run that recorded none
+    ([asked("/a", "t", "h"), asked("/a", "s", "h"), asked("/a")], ["/a #1", "/a #2", "/a"]),
+    ([asked("/a", "t", "h"), asked("/a", "t", "g")], ["/a #1", "/a #2"]),
+    # fewer questions by the configuration, which tells the two apart
+    ([asked("/a", "t", "h"), asked("/a", "s", "h", task__train_questions=5)], ["/a", "/a"]),
+])  # fmt: skip
+def test_two_runs_have_one_task_path_exactly_if_they_were_asked_the_same_questions(
+    runs: list[Run], paths: list[str]
+) -> None:
+    """A number stands for the hash of the questions."""
+    found = [one.value("task.path") for one in match_task_paths(runs)]
+    number = {path: f"/a #{n}" for n, path in enumerate(dict.fromkeys(path for path in found if "#" in path), 1)}
+    assert [number.get(path, path) for path in found] == paths
 
 
 @pytest.mark.parametrize(("one", "other", "differ"), [

@@ -143,30 +143,6 @@ def test_report_resync_and_samples_agree_on_what_is_damaged(tmp_path: Path) -> N
 # --- the numbers
 
 
-def test_runs_of_two_machines_are_of_one_arm_if_their_questions_were_the_same_wherever_they_lay(here: Path) -> None:
-    def run(name: str, seed: int, path: str, **data: str) -> None:
-        make_run(here / "runs" / name, "bf16", seed, task__path=path, began={"git_sha": "c0ffee0", "data": data})
-
-    run("a", 0, "/one/gsm8k", training_sha256="t")  # of an older version, which noted no more
-    run("z", 9, "/zero/gsm8k", training_sha256="t")
-    assert len(comparison.read([here / "runs"]).arms) == 1
-    run("b", 1, "/two/gsm8k", training_sha256="t", heldout_sha256="h")
-    run("c", 2, "/two/gsm8k")  # of a version that noted none
-    assert {label: len(records) for label, records in comparison.read([here / "runs"]).arms.items()} == {"bf16": 4}
-    run("d", 3, "/three/gsm8k", training_sha256="t", heldout_sha256="other")
-    run("e", 4, "/four/gsm8k", training_sha256="other", heldout_sha256="h")
-    run("f", 5, "/five/gsm8k")
-    found = comparison.read([here / "runs"])
-    assert sorted(len(records) for records in found.arms.values()) == [1, 1, 1, 2, 2]  # which a held out is open now
-    run("g", 6, "/six/gsm8k")
-    run("h", 7, "/three/gsm8k", training_sha256="third", heldout_sha256="h")
-    run("i", 8, "/three/gsm8k")
-    found = comparison.read([here / "runs"])
-    labels = {records[0].name: label for label, records in found.arms.items()}
-    for name, path in (("f", "/five"), ("g", "/six"), ("i", "/three")):  # of unknown questions nothing is said
-        assert labels[f"runs/{name}"] == f"bf16 (task.path={path}/gsm8k)"
-
-
 @pytest.mark.parametrize("changed", ["training_sha256", "heldout_sha256"])
 def test_runs_whose_questions_changed_under_one_path_are_not_pooled(here: Path, changed: str) -> None:
     """Their ids may be the same: row 7 of another file is another question."""
@@ -177,13 +153,6 @@ def test_runs_whose_questions_changed_under_one_path_are_not_pooled(here: Path, 
     assert len(found.arms) == 2
     assert all(label.startswith("bf16 (task.path=/one/gsm8k #") for label in found.arms)
     assert any("2 different sets of" in note for note in comparison.notes(found))
-    began = {"data": {"training_sha256": "less", "heldout_sha256": "h"}}
-    five = {"task__path": "/one/gsm8k", "task__train_questions": 5}  # another task, with one set of questions
-    make_run(here / "runs" / "2", "bf16", 2, **five, began=began)
-    arms = comparison.read([here / "runs"]).arms
-    assert len(arms) == 3
-    (path,) = {run.value("task.path") for runs in arms.values() for run in runs if run.seed == 2}
-    assert path == "/one/gsm8k"
 
 
 def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_questions(sweep: Path) -> None:
