@@ -12,14 +12,13 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import config_hash, settings_of_run
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import WEIGHTS, with_absolute_paths
+from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.model.on_disk import ASSETS, check_content
 from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.tools.export import ExportOptions, export
 from qerl_lab.train.run import build_session
 from qerl_lab.train.stop import Stop
 from run_directories import claimed
@@ -92,17 +91,11 @@ def go_on(run: RunDirectory) -> object:
     return build_session(run.config(), run, Stop())
 
 
-def take_out(run: RunDirectory) -> None:
-    run.adapter.mkdir(exist_ok=True)
-    for file in (run.adapter / WEIGHTS, run.path / "DONE"):
-        file.touch()
-    export(ExportOptions(run=str(run.path), out=str(run.path / "out")))
-
-
-@pytest.mark.parametrize("command", [begin, go_on, evaluate, take_out])
+@pytest.mark.parametrize("command", [begin, go_on, evaluate])
 def test_every_command_on_a_run_refuses_another_model_in_its_place(
     run: RunDirectory, model: Path, command: Callable[[RunDirectory], object]
 ) -> None:
+    """tests/unit/tools/test_export.py has the export."""
     (model / "warmup.json").write_text("{}")  # decides nothing
     check_content(run.config())
     train(model)
