@@ -101,6 +101,15 @@ def test_a_refused_run_is_taken_out_of_a_linked_folder_that_stays(tmp_path: Path
     assert names(tmp_path / "folder") == set()
 
 
+def test_the_part_of_a_gpu_is_changed_only_while_nobody_else_runs_there(run: RunDirectory) -> None:
+    """A lock of the old resolved.yaml does not hold for a new one: a second process could start in the directory."""
+    with run.locked(), pytest.raises(ConfigError, match="another process is running"):
+        run.share_gpu(4)
+    assert run.config().jobs_per_gpu == 1
+    assert [run.share_gpu(jobs).jobs_per_gpu for jobs in (4, 2)] == [4, 2]
+    assert run.config().jobs_per_gpu == 2
+
+
 def test_two_processes_never_get_the_same_directory(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "20260131-120000"
     assert [reserve_directory(wanted).name for _ in range(3)] == [wanted.name, f"{wanted.name}-2", f"{wanted.name}-3"]
