@@ -70,10 +70,11 @@ def test_the_table_has_a_line_an_arm_and_batch_and_the_dead() -> None:
     assert not any(line.startswith("note:") for line in lines)
 
 
-def test_the_time_of_a_token_is_left_out_where_completions_are_too_short_to_tell() -> None:
-    short = rollouts([row("nvfp4", 150.0)])
-    short["options"]["new"] = 2
-    assert "4.50" not in bench.text(short)
+@pytest.mark.parametrize(("new", "is_told"), [(2, False), (42, False), (43, True)])
+def test_the_time_of_a_token_is_left_out_where_completions_are_too_short_to_tell(new: int, is_told: bool) -> None:
+    result = rollouts([row("nvfp4", 150.0)])
+    result["options"]["new"] = new
+    assert ("4.50" in bench.text(result)) == is_told
 
 
 @pytest.mark.parametrize("older", [{"host_share": None}, {}], ids=["model runner 1", "file of before"])
@@ -119,7 +120,9 @@ def test_the_panel_of_ranks_is_of_a_measured_baseline_beside_the_paper_s(base: s
     paper = {"qlora_stock": 92.9 / 44.2, "bf16_stock": 92.9 / 63.1}[base]
     for prompt, of_paper in ((256, [paper]), (2048, [])):  # the paper's prompts, and longer ones
         result["options"]["prompt"] = prompt
-        axis = bench_figures.figure(result).axes[-1]
+        by_batch, *_, axis = bench_figures.figure(result).axes
+        assert by_batch.get_title(loc="left") == "tokens/s, rank 16"
+        assert [150.0, 1200.0] in [list(line.get_ydata()) for line in by_batch.lines]
         assert axis.get_title(loc="left") == f"ratio to {base}, batch 8"
         drawn = [line.get_ydata()[1] for line in axis.lines]  # at rank 32
         assert sorted(drawn) == pytest.approx(sorted([1.0, of_largest, *of_paper]))
@@ -171,6 +174,20 @@ def test_the_table_of_steps() -> None:
     assert lines[2].split()[:8] == ["4.00", "16", "2.00", "-", "2.00", "0.04", "0.04", "0.12"]
     assert "qlora_trl, rank 32, died: ValueError: x" in lines
     assert "memory of nvfp4, GiB: frozen base 5.4; activations and the rest 9.0" in lines
+
+
+def test_each_panel_of_training_steps_has_the_numbers_of_its_label() -> None:
+    rows = [
+        {"arm": arm, "rank": 32, "loss": "chunked", "micro_batch_tokens": size, "tokens_per_second": speed * size,
+         "peak_gb": peak}
+        for arm, speed, peak in (("bf16", 2.0, 24.0), ("nvfp4", 1.0, 15.0)) for size in (100, 1000)
+    ]  # fmt: skip
+    about = {"environment": {"gpus": []}, "options": {"model": "m", "rank": 32}}
+    axes = bench_figures.figure({"benchmark": "train_step", "rows": rows, **about}).axes
+    assert {axis.get_xlabel(): [text.get_text() for text in axis.texts] for axis in axes} == {
+        "tokens/s,\nmicro-batches of 100": ["200", "100"], "tokens/s,\nmicro-batches of 1,000": ["2,000", "1,000"],
+        "peak GB,\nmicro-batches of 100": ["24.0", "15.0"], "peak GB,\nmicro-batches of 1,000": ["24.0", "15.0"],
+    }  # fmt: skip
 
 
 def test_every_committed_result_has_an_origin_and_those_of_commands_a_table_and_a_figure() -> None:

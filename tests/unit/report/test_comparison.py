@@ -202,6 +202,21 @@ def test_runs_that_were_asked_other_questions_are_compared_on_those_they_share(
     assert row["difference"] == pytest.approx(1 - (0.5 + 0.625 + 0.75 + 3 * 2.25) / 12)
 
 
+def test_a_question_that_one_seed_was_not_asked_is_left_out_and_the_seed_is_not(sweep: Path) -> None:
+    make_run(sweep / "less", "bf16", 3, before=[0.0] * 3, after=[1.0] * 3)
+    row = arms_of(sweep).loc["bf16"]
+    assert (row["seeds"], row["questions"]) == (4, 3)
+    assert row["accuracy_after"] == pytest.approx((0.5 + 0.625 + 0.75 + 3 * 1.25 + 3) / 12)
+
+
+def test_a_difference_of_gains_may_exceed_one(here: Path) -> None:
+    for seed in range(3):
+        make_run(here / f"bf16-{seed}", "bf16", seed, before=[1.0] * 4, after=[0.0] * 4)
+        make_run(here / f"nvfp4-{seed}", "nvfp4", seed, before=[0.0] * 4, after=[1.0] * 4)
+    row = arms_of(here, "bf16").loc["nvfp4"]
+    assert row[["difference_high", "gain_difference", "gain_difference_high"]].tolist() == [1.0, 2.0, 2.0]
+
+
 def test_one_seed_has_no_interval(here: Path, printed: Callable[..., str]) -> None:
     make_run(here / "runs" / "a", "bf16", 0)
     row = arms_of(here / "runs").loc["bf16"]

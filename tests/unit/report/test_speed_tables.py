@@ -33,7 +33,7 @@ def steps(completions: int = 8) -> dict[str, Any]:
     """A step of NVFP4 is 1.25 times as fast as BF16's."""
     rows = [
         {"arm": arm, "format": name, "baseline": arm.endswith("trl"), "rank": 32, "step_seconds": seconds,
-         "tokens_per_second": 8000 / seconds, "policy_gib": 10.0, "peak_gib": 40.0}
+         "tokens_per_second": 8000 / seconds, "policy_gib": 10.0, "weights_gib": 5.0, "peak_gib": 40.0}
         for arm, name, seconds in (("bf16_trl", "bf16", 10.0), ("nvfp4", "nvfp4", 8.0))
     ]  # fmt: skip
     asked = {"model": "qwen2.5-14b", "groups": 1, "group_size": completions, "prompt": 256, "new": 1024, "steps": 3,
@@ -75,11 +75,17 @@ def cells(speed: SpeedSection, table: int, *row: str) -> dict[str, str]:
         "weights, GB": f"{5 * 2**30 / 1e9:.1f}", "of BF16": f"{5 / 14:.2f}", "peak, GB": "32.2", "paper: GB": "5.9",
         "paper: of BF16": f"{5.9 / 15.2:.2f}",
     }),
+    ([steps()], 2, ("qwen2.5-14b, nvfp4", "nvfp4", "step"), {"weights, GB": f"{10 * 2**30 / 1e9:.1f}"}),  # not vLLM's
 ])  # fmt: skip
 def test_ours_stands_beside_the_paper_s_of_the_same_model_and_batch(
     tmp_path: Path, results: list[dict[str, Any]], table: int, row: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     assert cells(made(tmp_path, *results), table, *row).items() >= expected.items()
+
+
+def test_a_file_that_is_named_and_in_a_named_folder_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(rollouts()))
+    assert speed_tables.tabulate_files([tmp_path / "a.json", tmp_path]) == speed_tables.tabulate_files([tmp_path])
 
 
 def test_what_the_paper_has_and_nobody_measured_is_a_line_and_no_rows(tmp_path: Path) -> None:
