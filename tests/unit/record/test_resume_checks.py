@@ -158,6 +158,9 @@ def test_a_checkpoint_of_before_a_run_was_extended_is_gone_on_from(run_dir: Path
     extended.extended = [8]
     with pytest.raises(ConfigError, match=r"extended=\[\] \(was \[4\]\)"):
         RunDirectory(run_dir).starting_point(extended)
+    extended.extended = [4, 8]
+    save(run_dir, 4, extended)  # one of after both
+    assert RunDirectory(run_dir).starting_point(extended)
 
 
 def test_with_overlap_another_number_of_steps_between_checkpoints_is_refused(run_dir: Path) -> None:

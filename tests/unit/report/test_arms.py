@@ -76,6 +76,9 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
      ["aqn=off", "aqn=kl", "aqn=exponential", "aqn=linear"]),
     ([OFF, adhoc(schedule="exponential", sigma_start=0.2)],
      ["aqn=off", "aqn.schedule=exponential, aqn.sigma_start=0.2"]),
+    # not by one that sets another value, even of a key that most arms share and no label has
+    ([OFF, *(adhoc(schedule=name, stages=7) for name in ("linear", "cosine", "exponential"))],
+     ["aqn=off", "aqn.schedule=linear", "aqn.schedule=cosine", "aqn.schedule=exponential"]),
     # what most arms share goes without saying
     ([run("bf16"), run("nvfp4"), run("nvfp4", aqn__schedule="cosine", steps=7), run("nvfp4_aqn")],
      ["bf16", "nvfp4", "nvfp4 (aqn=cosine, steps=7)", "nvfp4_aqn"]),

@@ -70,6 +70,15 @@ def test_a_damaged_file_says_what_to_type(sweep: Path, printed: Callable[..., st
     assert "results/mine does not hold what a report writes" in printed("results/mine", code=2)
 
 
+@pytest.mark.parametrize("name", [results.STEPS, results.QUESTIONS])
+def test_a_missing_file_says_what_to_type(sweep: Path, printed: Callable[..., str], name: str) -> None:
+    save_results("runs", "results/mine")
+    Path("results/mine", name).unlink()
+    said = printed("results/mine", code=2)
+    assert said.startswith("error: results/mine does not hold what a report writes (")
+    assert f"results/mine/{name}" in said
+
+
 def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each calls its run runs/0. Of a run that both have, the later reading counts."""
     for machine, arm in (("one", "bf16"), ("two", "nvfp4")):
