@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from packed_layers import tiny_model
@@ -161,7 +161,12 @@ def capped():
     return model
 
 
-@pytest.mark.parametrize("make", [sliding, mixed, capped, dropping])
+def with_attention_of_its_own():
+    """transformers would only warn, and the texts of a row would attend to each other."""
+    return BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=64, n_layer=1, n_head=2, attention_dropout=0.0))
+
+
+@pytest.mark.parametrize("make", [sliding, mixed, capped, dropping, with_attention_of_its_own])
 def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, tiny) -> None:
     assert packing.is_packable(tiny_model())
     with pytest.raises(ConfigError, match=r"optim\.packing=on is not possible for pocket.*Type optim"):
