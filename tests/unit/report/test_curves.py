@@ -57,6 +57,13 @@ def test_each_seed_is_raw_and_the_mean_has_the_interval_of_its_seeds() -> None:
     assert (at_one.min(), at_one.max()) == (pytest.approx(low), pytest.approx(high))
 
 
+def test_a_speed_begins_at_zero() -> None:
+    speed = next(curve for curve in curves.CURVES if curve.name == "throughput")
+    table = points(["bf16"], metric=speed.metric)
+    (axis,) = draw(table.assign(value=table["value"] + 1000), speed, curves.STEP, None).axes
+    assert axis.get_ylim()[0] == 0
+
+
 def test_one_seed_has_its_line_alone() -> None:
     (axis,) = draw(points(["bf16"], seeds=1), REWARD, curves.CLOCK, None).axes
     assert (len(axis.lines), len(axis.collections)) == (1, 0)

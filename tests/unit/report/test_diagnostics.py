@@ -126,6 +126,21 @@ def test_an_end_without_a_bound_is_an_arrow_and_a_ratio_has_no_unit(found: Compa
     assert diagnostics.draw_effects([ratio]).axes[0].get_xlabel().endswith("treated / control")
 
 
+@pytest.mark.parametrize(("is_ratio", "direction", "expected"), [
+    (False, 1, [0.0, 0.25]), (False, -1, [0.0, -0.25]), (False, 0, [0.0, -0.25, 0.25]),
+    (True, 1, [1.0, 1.25]), (True, -1, [1.0, 0.8]), (True, 0, [1.0, 0.8, 1.25]),
+])  # fmt: skip
+def test_no_effect_and_the_smallest_that_matters_are_lines(
+    found: Comparison, is_ratio: bool, direction: int, expected: list[float]
+) -> None:
+    row = next(row for row in verdicts.judge(found.counted, found.runs) if row.numbers)
+    measure = next(name for name, measure in MEASURES.items() if measure.ratio == is_ratio)
+    claim = replace(row.claim, measure=measure, direction=direction, smallest=1.25 if is_ratio else 0.25)
+    axis = diagnostics.draw_effects([replace(row, claim=claim)]).axes[0]
+    upright = [line.get_xdata()[0] for line in axis.lines if list(line.get_ydata()) == [0, 1]]
+    assert upright == pytest.approx(expected)
+
+
 def test_names_of_contrasts_break_between_words_and_rows_are_as_high_as_their_claims(found: Comparison) -> None:
     row = next(row for row in verdicts.judge(found.counted, found.runs) if row.numbers)
     claims = [replace(row, claim=replace(row.claim, name=name)) for name in ("a", "a", "a", "a", "b", "c", "d")]
@@ -182,3 +197,17 @@ def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: C
     for axis in figure.axes:
         assert {line.get_color() for line in axis.lines} == {palette.FORMATS[name] for name in formats}
         assert len(axis.collections) == len(formats)  # the intervals over seeds
+
+
+def test_beside_the_curves_of_formats_is_the_accuracy_that_was_measured_in_training(found: Comparison) -> None:
+    """That of all questions was measured before and after it only."""
+    ((title, formats),) = curves.group_formats(found).items()
+    points = comparison.curves(found)
+    rewards = points[points["metric"] == "reward/mean"]
+    points = pd.concat([points, rewards.assign(metric="eval/accuracy")])
+    figures = [curves.draw_formats(points, formats, title)]
+    points = pd.concat([points, rewards.assign(metric="eval/subset_accuracy")])
+    figures.append(curves.draw_formats(points, formats, title))
+    assert [figure.axes[2].get_title(loc="left") for figure in figures] == [
+        "Held-out accuracy, all questions", "Held-out accuracy, the first questions",
+    ]  # fmt: skip

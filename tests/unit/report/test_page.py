@@ -107,6 +107,21 @@ def test_it_says_where_the_differences_are_or_why_there_are_none(
     assert "after - " not in alone
 
 
+@pytest.mark.usefixtures("unrendered")
+def test_it_says_when_its_runs_were_made_which_arms_have_none_and_what_line_makes_it_again(
+    here: Path, printed: Callable[..., str]
+) -> None:
+    for seed, hour in enumerate((12, 10, 11)):
+        began = {"time": f"2026-01-01T{hour}:00:00+0000", "git_sha": "c0ffee0", "dirty": False}
+        make_run(here / "runs" / str(seed), "nvfp4", seed, began=began, ended=1767225600 + 3600 * (hour + 2))
+    make_run(here / "runs" / "failed", "nvfp4_aqn", 0, failed="ValueError: x")
+    printed("runs", "out=results/mine", "baseline=nvfp4")
+    text = html.unescape(Path("results/mine/report.html").read_text())
+    assert "The first began 2026-01-01 10:00 UTC, the last ended 2026-01-01 14:00 UTC." in text
+    assert "Arms without a finished run: nvfp4_aqn." in text
+    assert "python -m qerl_lab.report results/mine out=results/mine baseline=nvfp4" in text
+
+
 def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
     assert breakable("bf16 (optim.learning_rate=0.5, x<y)") == "bf16 (optim.<wbr>learning_rate=<wbr>0.5, x&lt;y)"
     assert breakable("nvfp4 lora=dense & 0.83x") == "nvfp4 lora=dense &amp; 0.83x"  # short words stay whole

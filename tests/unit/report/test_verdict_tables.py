@@ -162,6 +162,8 @@ def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     Path("results/copy/claims.yaml").write_text(CLAIMS_FILE.replace("noise helps", "noise is good"))
     assert main(["results/page", "results/copy", "out=results/both"]) == exits.OK
     assert Path("results/both/claims.yaml").read_text() == CLAIMS_FILE, "the first"
+    assert main(["results/page", "out=results/copy"]) == exits.OK
+    assert "noise is good" in Path("results/copy/claims.yaml").read_text(), "its own stay"
 
 
 def test_what_verdicts_lack_is_made_by_the_queue_beside_the_claims(sweep: Path, printed: Callable[..., str]) -> None:
