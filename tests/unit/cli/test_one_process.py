@@ -106,7 +106,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         def device_count() -> int:
             shown = os.environ.get(ranks.VISIBLE)
-            return count if shown is None else len([name for name in shown.split(",") if name])
+            return count if shown is None else min(count, len([name for name in shown.split(",") if name]))
 
         monkeypatch.setattr(torch.cuda, "device_count", device_count)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
@@ -122,6 +122,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         (2, 8, "5,2,7", "5,2", "The run takes 2 GPUs (NVIDIA H200) of the 3 visible ones: CUDA_VISIBLE_DEVICES=5,2. "
          "To take others, type it before the command with other numbers."),
         (1, 8, "3", "3", None),
+        (1, 1, "0,9", "0,9", None),  # there is no GPU 9
         (1, 1, None, None, None),
         (1, 8, "", "", None),
     ],

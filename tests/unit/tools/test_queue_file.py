@@ -247,14 +247,15 @@ def test_a_plan_names_the_runs_that_lack_evaluations(queue: Queue, capsys: pytes
 def test_the_minutes_of_a_part_are_the_mean_over_its_runs_left(
     queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of formats one run of bf16 and one of nvfp4 are left, of rates one at 1e-2, of the pilot none."""
-    seconds = {0: "180", 1: "60", 2: "600", 5: "120"}
+    """Of formats one run of bf16 is left, of rates one at 1e-2, of the pilot none."""
+    seconds = {0: "180", 1: "1200", 2: "600", 4: "600", 5: "120"}
     with_rows(queue, *((number, DONE, taken, "0 of 0") for number, taken in seconds.items()))
-    plan(PlanOptions(str(queue.folder / "queue.yaml")))
-    cells = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[:4]}
-    assert cells["formats"] == ["4", "2", "2", "5.5", "0.2"]  # of 1 and 10 minutes
-    assert cells["rates"][2:] == ["1", "2.0", "0.0"]
-    assert cells["pilot"] == ["1", "1", "0", "3.0", "0.0"]
+    for at_once, hours in ((1, "0.3"), (2, "0.2")):
+        plan(PlanOptions(str(queue.folder / "queue.yaml"), jobs=at_once))
+        cells = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[:4]}
+        assert cells["formats"] == ["4", "3", "1", "20.0", hours]
+        assert cells["rates"][2:] == ["1", "2.0", "0.0"]
+        assert cells["pilot"] == ["1", "1", "0", "3.0", "0.0"]
 
 
 def test_planned_lines_take_the_part_of_the_gpu_that_run_would_give_them(
