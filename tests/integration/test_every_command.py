@@ -39,10 +39,12 @@ def test_a_closed_pipe_is_no_error(command: str) -> None:
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("words", [["nowhere"], ["+experiment=nvfp4", "seed=1"], ["nowhere", "1"]])
+@pytest.mark.parametrize("words", [["nowhere"], ["+experiment=nvfp4", "seed=1"], ["nowhere", "1"], ["run", "seed=1"]])
 def test_a_run_s_process_says_what_it_is_started_with(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "resolved.yaml").touch()
     done = run_module("qerl_lab.train", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: python -m qerl_lab.train takes RUN_DIR")
     assert "Type python -m qerl_lab with the words of a run, or resume=RUN_DIR" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "resolved.yaml"]

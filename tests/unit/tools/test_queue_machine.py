@@ -217,13 +217,18 @@ def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(
     assert (lab.folder / "here" / key / "evaluations" / "one").is_dir()
 
 
-@pytest.mark.parametrize("options", [{"minutes": 0.5}, {"minutes": 5.0}, {"minutes": 5.0, "lease": 6.0}])
-def test_too_little_time_for_any_run_is_said(lab: Lab, capsys, options: dict[str, float]) -> None:
+@pytest.mark.parametrize(("seconds", "options", "needed"), [
+    (420, {"minutes": 0.5}, 7.0), (420, {"minutes": 5.0}, 7.0), (420, {"minutes": 5.0, "lease": 6.0}, 7.0),
+    (1, {"minutes": 0.5}, 1.0),  # as much as an engine may need to start
+])  # fmt: skip
+def test_too_little_time_for_any_run_is_said(
+    lab: Lab, capsys, seconds: int, options: dict[str, float], needed: float
+) -> None:
     queue = lab.folder / "queue.yaml"
-    queue.write_text(queue.read_text().replace("seconds: 1", "seconds: 420"))
+    queue.write_text(queue.read_text().replace("seconds: 1", f"seconds: {seconds}"))
     lab.run("first", **options)
     assert lab.calls.made == []
-    said = "1 run left, none started: the next needs 7.0 minutes, more than minutes or lease leave"
+    said = f"1 run left, none started: the next needs {needed:.1f} minutes, more than minutes or lease leave"
     assert capsys.readouterr().out.splitlines()[-1] == said
 
 
