@@ -553,6 +553,12 @@ def is_run(files: Iterable[str]) -> bool:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Parse YAML with libyaml where PyYAML has it: eight times as fast, and a report parses the file of every run."""
-    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    return loader(text).get_single_data()
+    """Parse YAML with libyaml where PyYAML has it: eight times as fast, and a report parses the file of every run.
+
+    What libyaml refuses is read again by PyYAML's own parser, which takes the escaped bytes of a path that is not
+    UTF-8. Raises YAMLError if that parser refuses the text too.
+    """
+    if yaml.__with_libyaml__:
+        with suppress(yaml.YAMLError):
+            return yaml.CSafeLoader(text).get_single_data()
+    return yaml.safe_load(text)
