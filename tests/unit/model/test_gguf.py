@@ -95,6 +95,7 @@ def test_the_tokenizer_reads_and_writes_as_the_files_own(file: Path) -> None:
         ids = own(text)["input_ids"]
         assert found(text)["input_ids"] == ids
         assert found.decode(ids) == text
+        assert found.decode(ids, skip_special_tokens=True) == own.decode(ids, skip_special_tokens=True)
 
 
 def test_it_is_unpacked_once_and_again_when_the_file_changes(
