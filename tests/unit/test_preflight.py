@@ -277,7 +277,7 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
     monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
     monkeypatch.setattr(preflight, "_refuse_full_disk", lambda *_: None)
     with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
-        preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct"), Path.cwd() / "run")
+        preflight.check(plain(model__path="Qwen/Qwen2.5-1.5B-Instruct"), Path.cwd() / "run")
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cpu"), Path.cwd() / "run") == []
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-0.5B-Instruct"), Path.cwd() / "run") == []
 
