@@ -377,6 +377,7 @@ def test_the_gpus_of_a_machine_are_counted_and_the_largest_taken(
     preflight.check(plain(gpus=4), Path.cwd() / "run")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert not preflight.machine.has_gpu()
+    preflight.check(plain(gpus=4, device="cpu"), Path.cwd() / "run")
 
 
 def test_gpus_that_cannot_be_listed_are_left_to_a_single_run_and_asked_for_by_jobs_at_once(nvidia_smi: Path) -> None:
