@@ -146,6 +146,7 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
     (ONE + "def train(cfg): return [Question(['a'], 'A?', '1')]", "returned the question ['a']; its id, prompt and"),
     (ONE + "def train(cfg): return [Question('a', 7, '1')]",
      "train(cfg) returned the question 'a'; its id, prompt and answer must be text, and its payload what JSON holds:"),
+    (ONE + "def train(cfg): return [Question('a', 'A?', 4)]", "question 'a'; its id, prompt and answer must be text"),
     (ONE + "def heldout(cfg): return [Question('a', 'A?', '1', {'seen': {1}})]",
      "must be text, and its payload what JSON holds: Object of type set is not JSON serializable."),
     (REWARD + "def weights(cfg): return None",
