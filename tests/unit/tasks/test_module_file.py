@@ -151,6 +151,7 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
      "must be text, and its payload what JSON holds: Object of type set is not JSON serializable."),
     (REWARD + "def weights(cfg): return None",
      "weights(cfg) must return a dict of a number for each part, and returned None."),
+    (REWARD + "def weights(cfg): return {'short': float('inf')}", "for each part, and returned {'short': inf}."),
     (REWARD + "def weights(cfg): return {'format': 5.0}",
      "weighs format, but reward/format is another metric of the run. Rename the part; format and answer have the"),
     *[(REWARD + f"def weights(cfg): return {{'{part}': 1.0}}", f"weighs {part}, but reward/{part} is another metric")
