@@ -89,6 +89,7 @@ def refused(line: str, capsys) -> str:
         ("resume='a'", ["/a is no directory"]),
         ("seed=1 -m lora.rank=3 resume=run", ["-m seed=1 lora.rank=3 cannot be typed with it"]),
         ("jobs_per_gpu=half resume=run", ["jobs_per_gpu=half is not allowed; allowed: a whole number"]),
+        ("jobs_per_gpu=0 resume=run", ["jobs_per_gpu=0", "at least 1"]),
         ("task.instruction=a=b", ["cannot be read", "type two pairs of quotes"]),
         ("seed=0,1", ["seed=0,1 is several values", "Type -m"]),
         # flags

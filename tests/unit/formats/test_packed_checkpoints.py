@@ -84,6 +84,13 @@ def test_lists_of_others_are_read(weight_format: Format, written: dict, read: st
     assert recognize(config).ignore == (read,)
 
 
+@pytest.mark.parametrize(("written", "read"), [({}, False), ({"bnb_4bit_use_double_quant": True}, True)])
+def test_scales_of_nf4_are_quantized_only_if_the_config_says_so(written: dict[str, bool], read: bool) -> None:
+    config = NF4.quantization_config([], torch.bfloat16)
+    del config["bnb_4bit_use_double_quant"]
+    assert recognize(config | written).weight_format.double_quant == read
+
+
 @pytest.mark.parametrize(
     ("weight_format", "change", "says"),
     [
