@@ -87,6 +87,7 @@ def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.Captur
 def test_a_job_does_not_go_on_with_another_run(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["-m", "seed=0,10", "hydra.sweep.dir=sweep"]
     assert main(words) == 0
+    assert "begun before" not in capfd.readouterr().out
     assert main([*words, "steps=49"]) == 2
     assert (
         "has a run with another configuration or other questions. Type another hydra.sweep.dir."
