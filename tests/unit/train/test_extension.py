@@ -1,8 +1,10 @@
 """A finished run gets more steps: it goes on where it ended, by the schedules of the longer run, and says so."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from qerl_lab.cli.train import main
 from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.preflight import question_counts
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.run import run
 from qerl_lab.train.stop import Stop
@@ -19,7 +22,7 @@ from run_directories import claimed, make_run
 
 
 def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
-    tiny: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = tiny(
         steps=2, optim__learning_rate=0.01, optim__schedule="linear", algorithm__updates_per_rollout=2,
@@ -38,8 +41,15 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     metrics.write_text("".join(line for line in whole.splitlines(True) if '"step": 1,' not in line))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl lacks 1 of 2 steps, the first of them 1, and"):
         extend_run(directory, 4)
-    assert directory.status == "done"  # as it was
     metrics.write_text(whole)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="0.00 GiB free, and its checkpoints take"):
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        extend_run(directory, 4)
+    others = {f"{role}_{what}": "1" for role in ("training", "heldout") for what in ("questions", "sha256")}
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="questions have changed since the run began"):
+        patch.setattr(question_counts, "recorded_questions", lambda _: others | {"training_questions": 1})
+        extend_run(directory, 4)
+    assert directory.status == "done"  # as it was
     extend_run(directory, 4)
     longer = directory.config()
     assert (longer.steps, longer.extended, directory.status) == (4, [2], "interrupted")
@@ -56,6 +66,8 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     assert (directory.path / "DONE-2").read_text().count('"steps": 2') == 1
     assert (first["steps"], directory.result()["steps"]) == (2, 4)
     assert config_hash(longer) != config_hash(tiny(steps=4))
+    extend_run(directory, 6)
+    assert directory.config().extended == [2, 4]
 
 
 @pytest.mark.parametrize(
