@@ -16,6 +16,8 @@ import pytest
 
 from qerl_lab import preflight, tasks
 from qerl_lab.cli import launch, scheduler
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.jobs import continue_sweep
 from qerl_lab.cli.train import main
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -93,6 +95,14 @@ def test_a_job_does_not_go_on_with_another_run(capfd: pytest.CaptureFixture[str]
         "has a run with another configuration or other questions. Type another hydra.sweep.dir."
         in capfd.readouterr().err
     )
+
+
+def test_runs_on_another_number_of_gpus_are_others() -> None:
+    words = ["seed=0,10", "device=cpu", "optim.micro_batch_size=8"]
+    assert main(["-m", *words]) == 0
+    for gpus, is_begun in ((1, True), (2, False)):
+        plan = continue_sweep(make_plan([*words, f"gpus={gpus}"], multirun=True))
+        assert [job.begun for job in plan.jobs] == [is_begun] * 2
 
 
 def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
