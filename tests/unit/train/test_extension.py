@@ -42,13 +42,15 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     with pytest.raises(ConfigError, match=r"metrics\.jsonl lacks 1 of 2 steps, the first of them 1, and"):
         extend_run(directory, 4)
     metrics.write_text(whole)
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="0.00 GiB free, and its checkpoints take"):
+    with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-        extend_run(directory, 4)
-    others = {f"{role}_{what}": "1" for role in ("training", "heldout") for what in ("questions", "sha256")}
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="questions have changed since the run began"):
-        patch.setattr(question_counts, "recorded_questions", lambda _: others | {"training_questions": 1})
-        extend_run(directory, 4)
+        with pytest.raises(ConfigError, match=r"0\.00 GiB free, and its checkpoints take"):
+            extend_run(directory, 4)
+    others = {"training_questions": 1, "training_sha256": "a", "heldout_questions": 1, "heldout_sha256": "b"}
+    with monkeypatch.context() as patch:
+        patch.setattr(question_counts, "recorded_questions", lambda _: others)
+        with pytest.raises(ConfigError, match="questions have changed since the run began"):
+            extend_run(directory, 4)
     assert directory.status == "done"  # as it was
     extend_run(directory, 4)
     longer = directory.config()
