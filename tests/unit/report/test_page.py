@@ -113,12 +113,14 @@ def test_it_says_when_its_runs_were_made_which_arms_have_none_and_what_line_make
 ) -> None:
     for seed, hour in enumerate((12, 10, 11)):
         began = {"time": f"2026-01-01T{hour}:00:00+0000", "git_sha": "c0ffee0", "dirty": False}
+        began |= {"cpu": "A", "cpus_usable": 2} if seed else {}  # older records name no machine
         make_run(here / "runs" / str(seed), "nvfp4", seed, began=began, ended=1767225600 + 3600 * (hour + 2))
     make_run(here / "runs" / "failed", "nvfp4_aqn", 0, failed="ValueError: x")
     printed("runs", "out=results/mine", "baseline=nvfp4")
     text = html.unescape(Path("results/mine/report.html").read_text())
     assert "The first began 2026-01-01 10:00 UTC, the last ended 2026-01-01 14:00 UTC." in text
     assert "Arms without a finished run: nvfp4_aqn." in text
+    assert "kinds of machines" not in text
     assert "python -m qerl_lab.report results/mine out=results/mine baseline=nvfp4" in text
 
 
