@@ -202,12 +202,15 @@ def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: C
 def test_beside_the_curves_of_formats_is_the_accuracy_that_was_measured_in_training(found: Comparison) -> None:
     """That of all questions was measured before and after it only."""
     ((title, formats),) = curves.group_formats(found).items()
-    points = comparison.curves(found)
-    rewards = points[points["metric"] == "reward/mean"]
-    points = pd.concat([points, rewards.assign(metric="eval/accuracy")])
-    figures = [curves.draw_formats(points, formats, title)]
-    points = pd.concat([points, rewards.assign(metric="eval/subset_accuracy")])
-    figures.append(curves.draw_formats(points, formats, title))
+    figures = []
+    for metrics in (["eval/accuracy"], ["eval/accuracy", "eval/subset_accuracy"]):
+        arms = {
+            arm: [
+                replace(run, steps=run.steps.assign(**dict.fromkeys(metrics, run.steps["reward/mean"]))) for run in runs
+            ]
+            for arm, runs in found.arms.items()
+        }
+        figures.append(curves.draw_formats(arms, formats, title))
     assert [figure.axes[2].get_title(loc="left") for figure in figures] == [
         "Held-out accuracy, all questions", "Held-out accuracy, the first questions",
     ]  # fmt: skip
