@@ -37,6 +37,7 @@ from qerl_lab.report.stats import Interval, format_interval, p_value
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import make_directory, replace_file, strict_json
+from qerl_lab.tasks import Task
 
 ABOUT = "entropy.json"
 SCHEMA = 2  # 1 also had rows for parts of the weight error
@@ -94,10 +95,11 @@ def run(options: EntropyOptions) -> None:
     out = results_folder(options)
     if options.out and (out / ABOUT).is_file() and not options.overwrite:
         raise ConfigError(f"out={options.out} holds results. Type another out, or overwrite=true to replace them.")
-    make_directory(out, f"out={out}")
     device = policy.device_of(options.device)
     arms = list(arms_to_measure(options))
-    texts = sample_texts(options, device)
+    task = read_questions(options)
+    make_directory(out, f"out={out}")  # before the model answers, and after all that may be refused
+    texts = sample_texts(options, task, device)
     print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
     rows = [{"arm": "dense", **entropy_columns(texts.entropies_T, texts)}]
     with terminal.ProgressBar("models", len(arms), unit="model") as bar:
@@ -148,12 +150,8 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
         yield Arm(cfg, stored.weight_format, method or "unknown", folder)
 
 
-def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
-    """Sample one completion per prompt from the dense model at temperature 1.
-
-    Also measures the model's hidden states and entropy at each completion token. Raises ConfigError if the questions
-    cannot be read, or if there is only one.
-    """
+def read_questions(options: EntropyOptions) -> Task:
+    """Read the questions of `options.prompts`. Raises ConfigError if they cannot be read, or if there is only one."""
     name, path = split_name_and_path(options.prompts)
     task = load_questions(task_config(None, name, path), f"prompts={name}:")
     if len(task.heldout) < 2:
@@ -161,6 +159,14 @@ def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
             f"prompts={options.prompts} has one question; allowed: two or more, because the intervals are over texts. "
             "Type prompts=NAME:PATH of more questions."
         )
+    return task
+
+
+def sample_texts(options: EntropyOptions, task: Task, device: torch.device) -> Texts:
+    """Sample one completion per question of `task` from the dense model at temperature 1.
+
+    Also measures the model's hidden states and entropy at each completion token.
+    """
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device, fits_norms=True)
     prompts = [dense.chat.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]

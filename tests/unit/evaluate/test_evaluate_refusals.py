@@ -41,16 +41,24 @@ from qerl_lab.evaluate import __main__ as evaluate
         ("sigma sigmas=[0.1,inf]", "inf in sigmas=[0.1,inf] is not allowed; allowed: a finite number. Type for"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_refused_in_one_line(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert evaluate.main(words.split()) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert said in err
     assert err.count("\n") == 1
+    assert not [*tmp_path.iterdir()], "a refused command makes no folder"
 
 
-def test_one_question_gives_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_question_gives_no_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("train.jsonl", "test.jsonl"):
         (tmp_path / name).write_text('{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}\n')
     assert evaluate.main(["entropy", f"prompts=gsm8k:{tmp_path}", "device=cpu"]) == 2
     assert f"prompts=gsm8k:{tmp_path} has one question; allowed: two or more" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"train.jsonl", "test.jsonl"}
