@@ -351,16 +351,21 @@ class RunDirectory:
         """Raise ConfigError if the run began with other questions than those that `data` describes.
 
         `data` (`Task.data`) has number and SHA-256 of the training and held-out questions. Compares each SHA-256 with
-        env.json. Passes if env.json has none.
+        env.json. Passes if env.json has none. The message names the commit of the lab that began the run, if it is
+        another, because it may have given the same rows other ids.
         """
-        then = self.environment().get("data") or {}  # older versions of the lab do not record the questions
+        began = self.environment()
+        then = began.get("data") or {}  # older versions of the lab do not record the questions
+        sha, remedy = began.get("git_sha"), ""
+        if sha not in (None, "unknown", environment.git_state()[0]):
+            remedy = f", resume with commit {sha[:8]} of the lab, which began it"
         for role in ("training", "heldout"):
             count, digest = f"{role}_questions", f"{role}_sha256"
             if digest in then and then[digest] != data[digest]:
                 raise ConfigError(
                     f"the {role} questions have changed since the run began: now {data[count]:,} with SHA-256 "
                     f"{data[digest][:12]}, at the start {then[count]:,} with {then[digest][:12]}. "
-                    "Put the data back as it was, or start a new run."
+                    f"Put the data back as it was{remedy}, or start a new run."
                 )
 
     def refuse_other_device(self, device: str) -> None:

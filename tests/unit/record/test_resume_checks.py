@@ -1,5 +1,6 @@
 """What stands in the way of a resume, one sentence each: which file, what is wrong with it, what to do."""
 
+import json
 import os
 import re
 import stat
@@ -16,6 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import git_state
 
 
 def save(run_dir: Path, step: int, cfg: RunConfig) -> Path:
@@ -73,10 +75,18 @@ def test_other_questions_than_a_run_began_with_are_refused(run_dir: Path, role: 
     run.refuse_other_data(data)  # a record of an older version says nothing of them
     run.write_environment(data)
     run.refuse_other_data(data)
+    changed = data | {f"{role}_questions": 3, f"{role}_sha256": "c" * 64}
     with pytest.raises(
         ConfigError, match=f"the {role} questions have changed since the run began: now 3 with SHA-256 c"
     ):
-        run.refuse_other_data(data | {f"{role}_questions": 3, f"{role}_sha256": "c" * 64})
+        run.refuse_other_data(changed)
+    (run_dir / "env.json").write_text(json.dumps(run.environment() | {"git_sha": "c0ffee0123456789"}))
+    with pytest.raises(ConfigError, match="as it was, resume with commit c0ffee01 of the lab, which began it, or st"):
+        run.refuse_other_data(changed)
+    for sha in (None, "unknown", git_state()[0]):  # unknown: a package without a repository
+        (run_dir / "env.json").write_text(json.dumps(run.environment() | {"git_sha": sha}))
+        with pytest.raises(ConfigError, match=r"Put the data back as it was, or start a new run\."):
+            run.refuse_other_data(changed)
 
 
 @pytest.mark.parametrize("line", [1, 8, 22])  # below a node, between two nodes, before a value
