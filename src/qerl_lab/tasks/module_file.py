@@ -172,14 +172,17 @@ def _describe_wrong_scores(values: Any, questions: Sequence[Question]) -> str:
     """Describe `values`, which are not one score from 0 to 1 for each of the texts that answer `questions`.
 
     Names the first wrong score, because a list is shortened and might show only right ones. If their number is wrong,
-    it returns the number and the shortened list.
+    it returns the number and the shortened list. A text is shown whole, and a generator is not asked for its values:
+    it may have no end, or raise an error.
     """
+    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+        return reprlib.repr(values)
     try:
         several = list(values)
-    except TypeError:
+    except TypeError:  # an array without axes
         return reprlib.repr(values)
     if len(several) != len(questions):
-        return f"{len(several)}: {reprlib.repr(several)}"
+        return f"{len(several)}: {reprlib.repr(values)}"
     for number, (value, question) in enumerate(zip(several, questions, strict=True), start=1):
         if not _is_score(value):
             return f"{reprlib.repr(value)} for text {number}, an answer to question {question.id}"

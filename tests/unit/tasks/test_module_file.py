@@ -175,7 +175,9 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
      "answer to question pens-1."),
     ("{'format': [1.0], 'answer': [1.0], 'short': [1.0]}", "here none; and returned the keys format, answer, short."),
     ("{'format': ['x'], 'answer': [1.0]}", "here 1, and returned 'x' for text 1, an answer to question pens-1."),
-    ("{'format': 'xyz', 'answer': [1.0]}", "here 1, and returned 3: ['x', 'y', 'z']."),
+    ("{'format': 'xyz', 'answer': [1.0]}", "here 1, and returned 'xyz'."),
+    ("{'format': iter(int, 1), 'answer': [1.0]}", "here 1, and returned <callable_it"),
+    ("{'format': (1 / 0 for _ in texts), 'answer': [1.0]}", "here 1, and returned <generator ob"),
     ("{'format': 1.0, 'answer': [1.0]}", "here 1, and returned 1.0."),
 ])  # fmt: skip
 def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str, said: str) -> None:
