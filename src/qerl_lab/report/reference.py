@@ -99,7 +99,8 @@ def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: 
 
     `treated` and `control` are column values, as in `select_row`. Two curves of one figure are compared only at steps
     at which both are known. The source names table or figure, model and, of a curve, the larger reading error.
-    Accuracies, which the paper prints in percent, become fractions. Raises KeyError as `select_row`.
+    Accuracies, which the paper prints in percent, become fractions. Raises KeyError as `select_row`. Neither table nor
+    metric must be among the given columns, as others may suffice to find the number.
     """
     treated_row, control_row = select_row(treated), select_row(control)
     of_treated, of_control = treated_row["number"], control_row["number"]
@@ -110,8 +111,8 @@ def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: 
     effect = of_treated / of_control if ratio else of_treated - of_control
     error = max(treated_row["error"], control_row["error"])
     model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
-    source = f"{treated['table']} {model}".strip() + (f", +-{error:g}" if error else "")
-    return source, float(effect) / (100 if treated.get("metric") == "accuracy" else 1)
+    source = f"{treated_row['table']} {model}".strip() + (f", +-{error:g}" if error else "")
+    return source, float(effect) / (100 if treated_row["metric"] == "accuracy" and not ratio else 1)
 
 
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:

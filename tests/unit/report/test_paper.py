@@ -56,6 +56,15 @@ def test_two_lines_of_a_figure_are_compared_where_both_are_known(other: str, exp
     assert difference == pytest.approx((table["exponential"] - table[other]).mean())
 
 
+def test_a_number_found_without_its_table_and_metric_has_its_source_and_is_a_fraction() -> None:
+    row = {"model": "Qwen2.5-3B-Instruct", "setting": "LoRA rank 32", "weight_format": "NVFP4"}
+    with_aqn, without = ({**row, "method": method} for method in ("QeRL +AQN", "QeRL w/o AQN"))
+    named = {"table": "Table 1", "metric": "accuracy"}
+    expected = ("Table 1 3B", pytest.approx(0.004))
+    assert reference.paper_effect(with_aqn | named, without | named, ratio=False) == expected
+    assert reference.paper_effect(with_aqn, without, ratio=False) == expected
+
+
 # --- curves
 
 
