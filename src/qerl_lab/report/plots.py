@@ -47,6 +47,7 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
         axis = figure.add_subplot(grid[number // 2, :] if is_alone else grid[number // 2, number % 2])
         for place, (metric, label) in enumerate(lines):
             shade = f"C{(place - 1) % 6 + 1}" if place else palette.color(weight_format)
+            label = label.replace("$", r"\$")  # the user names parts of the reward: `$` would begin a formula
             axis.plot(training.index, training[metric], label=label, color=shade, ls=("-", "--", ":", "-.")[place % 4])
         room = 1.2 + 0.12 * ((len(lines) - 1) // MOST_IN_ROW)  # for the legend
         lowest = min(0, *(training[metric].min() for metric, _ in lines))  # a part may be a punishment

@@ -172,6 +172,13 @@ def test_the_parts_of_the_reward_add_up_to_its_total(tmp_path: Path, monkeypatch
     assert low < -0.5 < 0 < high
 
 
+def test_a_name_of_the_user_is_no_formula(tmp_path: Path) -> None:
+    """matplotlib would refuse it when the training is over, before the run counts as done."""
+    row = {"reward/mean": 0.5, r"reward/$\price$": 0.5}
+    plots.save_curves(pd.DataFrame([row] * 3), r"gsm8k by $\price$.py", tmp_path / "curves.png", "nvfp4")
+    assert (tmp_path / "curves.png").stat().st_size > 0
+
+
 # --- the terminal
 
 
