@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab import tasks
-from qerl_lab.evaluate.accuracy import ask_questions, evaluate, evaluation_seed
+from qerl_lab.evaluate.accuracy import ask_questions, evaluate, evaluation_seed, merge_parts
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Completion, OnDone, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
@@ -130,3 +130,12 @@ def test_a_row_has_every_score_of_the_task(policy, tiny) -> None:
     engine = Scripted(policy, [["<answer>\\undefined{</answer>", "<answer>1</answer>"]])
     rows, _ = ask_questions(engine, policy, task, task.heldout[:1], 2, Sampling(9, seed=0))
     assert rows["unparsed"].tolist() == [1, 0]
+
+
+def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
+    """Recording gives none. The parts are those of two processes."""
+    cfg = tiny()
+    parts = [evaluate(Recording(), policy, tasks.load(cfg.task), cfg, range(n, n + 1), 1) for n in range(2)]
+    assert "eval/entropy_nats" not in merge_parts(parts).metrics()
+    known = [replace(part, entropy=0.5) for part in parts]
+    assert merge_parts(known).metrics() == merge_parts(parts).metrics() | {"eval/entropy_nats": 0.5}

@@ -194,6 +194,20 @@ def test_the_interval_of_an_accuracy_is_that_of_the_tables(tmp_path: Path) -> No
     tabulated = [[row[f"accuracy_{phase}{end}"] for end in ("_low", "_high")] for phase in ("before", "after")]
     assert drawn == [pytest.approx(ends) for ends in tabulated]
     assert row["accuracy_before_low"] < row["accuracy_before"]
+    (axis,) = curves.draw(found.arms, ACCURACY, curves.CLOCK, None, palette.styles_of_arms(found.arms)).axes
+    assert list(means(axis)[0].get_xdata()) == [0, 8], "step 0 has no seconds of training"
+
+
+def test_an_arm_without_noise_has_no_line_of_sigma() -> None:
+    (sigma,) = (curve for curve in curves.CURVES if curve.metric == "noise/sigma")
+    table = points(["bf16", "nvfp4_aqn"], metric=sigma.metric)
+    table.loc[table["arm"] == "bf16", "value"] = 0.0
+    (axis,) = draw(table, sigma, curves.STEP, "bf16").axes
+    assert [line.get_label() for line in means(axis)] == ["nvfp4_aqn (n=3)"]
+    silent = {
+        "bf16": [Run("a", "bf16", 0, {}, frozenset(), FINISHED, 0.0, "", steps=pd.DataFrame({sigma.metric: [0]}))]
+    }
+    assert curves.recorded_curves(silent) == []
 
 
 def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
