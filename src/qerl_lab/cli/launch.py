@@ -29,7 +29,7 @@ from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import FAILURE, OK, SIGNALS, USAGE, stop_signals
 from qerl_lab.system.processes import rank_variables, refuse_several_processes
 
-LOOK_SECONDS = 1.0  # between two checks of the stop file and of a run's processes
+LOOK_SECONDS = 0.2  # between two checks of signals, of the stop file and of a run's processes
 GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after a rank has died
 SAVE_SECONDS = 240.0  # for the processes of a job to save before the cluster kills it
 ABORT = "abort"  # content of the stop file
@@ -57,22 +57,25 @@ _children: list[subprocess.Popen[bytes]] = []  # the processes of all runs that 
 
 @dataclass
 class StopRequest:
-    """What the signals that this process has received ask for: the first to stop, another SIGINT or SIGTERM to abort.
+    """What a run or sweep is asked to do: by signals to this process, or by the stop file of its sweep.
 
-    One stop may come as several signals, which must not abort. A closed terminal sends SIGHUP, and its shell sends it
-    again, so SIGHUP never aborts. `srun`, process managers and `tools.queue` may send SIGTERM to a process that Ctrl-C
-    or another SIGTERM has reached already, so SIGTERM aborts only SAME_STOP_SECONDS after the first signal.
+    The first signal asks to stop, another SIGINT or SIGTERM to abort. One stop may come as several signals, which must
+    not abort. A closed terminal sends SIGHUP, and its shell sends it again, so SIGHUP never aborts. `srun`, process
+    managers and `tools.queue` may send SIGTERM to a process that Ctrl-C or another SIGTERM has reached already, so
+    SIGTERM aborts only SAME_STOP_SECONDS after the first signal.
 
     Attributes:
+        stop_file: asks to stop while it exists, and to abort if it contains `ABORT`; None for a run outside of a sweep.
         began: when the first signal came, in seconds of `time.monotonic`; None before.
-        aborts: whether a signal has asked to abort.
+        is_aborted: whether a signal has asked to abort.
     """
 
+    stop_file: Path | None = None
     began: float | None = None
-    aborts: bool = False
+    is_aborted: bool = False
 
-    def receive(self, number: int) -> bool:
-        """Take in a signal and say on standard error what it does; return whether it asks to abort."""
+    def receive(self, number: int, frame: FrameType | None = None) -> bool:
+        """Handle a signal: say on standard error what it does. Return whether it asks to abort."""
         now = time.monotonic()
         if self.began is None:
             self.began = now
@@ -80,9 +83,20 @@ class StopRequest:
             return False
         if number == signal.SIGHUP or (number == signal.SIGTERM and now < self.began + SAME_STOP_SECONDS):
             return False
-        self.aborts = True
+        self.is_aborted = True
         exits.say_now(ABORTING)
         return True
+
+    @property
+    def stops(self) -> bool:
+        """Tell whether a signal or the stop file asks to stop."""
+        return self.began is not None or (self.stop_file is not None and self.stop_file.exists())
+
+    @property
+    def aborts(self) -> bool:
+        """Tell whether a signal or the stop file asks to abort."""
+        file = self.stop_file
+        return self.is_aborted or (file is not None and file.exists() and file.read_text(encoding="utf-8") == ABORT)
 
 
 @dataclass(frozen=True)
@@ -192,27 +206,14 @@ def _run_processes(
     If none failed, the rank is 0. A negative status is a signal number. Each process inherits `lock`, the lock of the
     run's directory.
 
-    Signals to this process are forwarded as SIGTERM, so that the processes finish their step and save. A second one
-    kills them (`StopRequest`). A terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there,
-    because only this process counts signals. Once the stop file of `sweep_job` exists, the processes are terminated, or
-    killed if it contains ABORT. After a failure the others are killed GRACE_SECONDS later.
+    After a signal to this process, and once the stop file of `sweep_job` exists, the processes get SIGTERM, so that
+    they finish their step and save. They are killed after a signal that aborts (`StopRequest`), and once the stop file
+    contains ABORT. A terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there, because only
+    this process counts signals. After a failure the others are killed GRACE_SECONDS later.
     """
     children: list[subprocess.Popen[bytes]] = []
-    request = StopRequest()
-    stop_file = sweep_job.stop_file if sweep_job else None
-
-    def is_aborted() -> bool:
-        """Tell whether a signal or the stop file says to abort."""
-        if request.aborts:
-            return True
-        return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
-
-    def forward_signal(number: int, frame: FrameType | None) -> None:
-        request.receive(number)
-        for child in children:
-            child.kill() if is_aborted() else child.terminate()
-
-    with handle_stop_signals(forward_signal), run.console.open("ab") if sweep_job else nullcontext() as console:
+    request = StopRequest(sweep_job.stop_file if sweep_job else None)
+    with handle_stop_signals(request.receive), run.console.open("ab") if sweep_job else nullcontext() as console:
         with _stop_signals_blocked():
             for environment in environments:  # each child inherits the lock of the run's directory
                 child = subprocess.Popen(
@@ -220,12 +221,9 @@ def _run_processes(
                 )
                 children.append(child)
                 _children.append(child)
-        if request.began is not None:  # perhaps before the first child, where there was none to forward it to
-            for child in children:
-                child.terminate()
-        first_failed = _wait_for_all(children, stop_file, is_aborted)
+        first_failed = _wait_for_all(children, request)
     rank = first_failed or 0
-    return -signal.SIGINT if is_aborted() else children[rank].returncode, rank
+    return -signal.SIGINT if request.aborts else children[rank].returncode, rank
 
 
 @contextmanager
@@ -242,12 +240,10 @@ def _stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait_for_all(
-    children: list[subprocess.Popen[bytes]], stop_file: Path | None, is_aborted: Callable[[], bool]
-) -> int | None:
+def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest) -> int | None:
     """Wait until all processes have ended. Return the rank of the first that failed; None if none failed.
 
-    Terminates the processes once `stop_file` exists. Kills them once `is_aborted()` is true, and GRACE_SECONDS after a
+    Terminates the processes if `request` asks to stop. Kills them if it asks to abort, and GRACE_SECONDS after a
     failure, because ranks that wait for a failed one never end.
     """
     first_failed, kill_time = None, math.inf
@@ -257,13 +253,12 @@ def _wait_for_all(
             if first_failed is not None:
                 kill_time = time.monotonic() + GRACE_SECONDS
         for child in running:
-            if time.monotonic() > kill_time or is_aborted():
+            if time.monotonic() > kill_time or request.aborts:
                 child.kill()
-            elif stop_file is not None and stop_file.exists():
+            elif request.stops:
                 child.terminate()
-        is_alone = len(children) == 1 and stop_file is None  # then there is nothing to check while it runs
         with suppress(subprocess.TimeoutExpired):
-            running[0].wait(None if is_alone else LOOK_SECONDS)
+            running[0].wait(LOOK_SECONDS)
     if first_failed is not None:
         return first_failed
     return _first_failed(children)  # of those that ended since the loop looked last
@@ -281,7 +276,7 @@ def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
 
 
 @contextmanager
-def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handle_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Context manager: call `handler` for each signal that stops a run (`exits.stop_signals`).
 
     Does nothing outside of the main thread, where Python allows no handlers.

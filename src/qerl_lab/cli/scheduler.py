@@ -49,7 +49,7 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     request = launch.StopRequest()
 
     def stop_jobs(number: int, frame: FrameType | None) -> None:
-        if request.receive(number):
+        if request.receive(number, frame):
             stop_file.write_text(launch.ABORT, encoding="utf-8")
             raise KeyboardInterrupt
         stop_file.touch()
