@@ -11,7 +11,7 @@ from typing import Any
 
 from qerl_lab.cli.compose import Job, Plan, make_plan
 from qerl_lab.cli.grammar import format_entry, format_key_entry
-from qerl_lab.cli.overrides import GROUPS
+from qerl_lab.cli.overrides import COMMANDS, GROUPS
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import default_option_by_group, group_folder
 from qerl_lab.config.message import first_and_last, some_of, with_noun
@@ -32,21 +32,6 @@ EXAMPLES = (
     ("python -m qerl_lab +sweeps=weight_formats seed=0 dry_run=true", "what a sweep from a file would run"),
     ("python -m qerl_lab resume=RUN_DIR", "continue an interrupted run"),
     ("python -m qerl_lab +experiment=nvfp4_aqn --cfg job", "the whole configuration of a run"),
-)
-
-COMMANDS = (  # beside `python -m qerl_lab`
-    ("report", "compare arms and test claims: tables, figures, a page"),
-    ("evaluate", "accuracy on benchmarks, differences of two evaluations, entropy of formats, size of a sigma"),
-    ("tools.samples", "completions of a run with their rewards"),
-    ("tools.export", "the trained adapter for PEFT, transformers and vLLM, or a merged model"),
-    ("tools.warmup", "teach a model the format of the answers before training"),
-    ("quantize", "turn a model into a packed checkpoint"),
-    ("tools.search", "search values of numeric keys by short sweeps"),
-    ("tools.queue", "make many runs on machines that are lent for minutes"),
-    ("tools.serve_line", "the command that starts the server of rollout=vllm_server"),
-    ("tracking", "fill MLflow from a run directory; what each metric means"),
-    ("bench", "speed and memory of rollouts and training"),
-    ("config", "the tables of docs/configuration.md"),
 )
 
 FLAGS = (
@@ -73,7 +58,7 @@ def help_text() -> str:
     for command, meaning in EXAMPLES:
         lines += [f"  {command}", f"      {meaning}"]
     lines += ["", "Other commands (--help lists the options of each):"]
-    for name, meaning in COMMANDS:
+    for name, meaning in COMMANDS.items():
         lines += format_entry(f"python -m qerl_lab.{name}", meaning, 38)
     lines += ["", "Groups and their options (* is the default):"]
     defaults = default_option_by_group()

@@ -1,11 +1,9 @@
 """Spell command-line overrides (`key=value`) for Hydra, check each, and turn Hydra's errors into messages."""
 
-import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -43,6 +41,20 @@ GROUPS = {  # the folders of conf/, and sweeps
     "optim": "the optimizer",
     "tracking": "where the metrics go",
     "sweeps": "a grid of runs, as a file of sweeps/ (+sweeps=NAME)",
+}
+COMMANDS = {  # beside `python -m qerl_lab`: the module below qerl_lab, and what it does
+    "report": "compare arms and test claims: tables, figures, a page",
+    "evaluate": "accuracy on benchmarks, differences of two evaluations, entropy of formats, size of a sigma",
+    "tools.samples": "completions of a run with their rewards",
+    "tools.export": "the trained adapter for PEFT, transformers and vLLM, or a merged model",
+    "tools.warmup": "teach a model the format of the answers before training",
+    "quantize": "turn a model into a packed checkpoint",
+    "tools.search": "search values of numeric keys by short sweeps",
+    "tools.queue": "make many runs on machines that are lent for minutes",
+    "tools.serve_line": "the command that starts the server of rollout=vllm_server",
+    "tracking": "fill MLflow from a run directory; what each metric means",
+    "bench": "speed and memory of rollouts and training",
+    "config": "the tables of docs/configuration.md",
 }
 
 
@@ -190,7 +202,7 @@ def explain(error: Exception) -> str:
             )
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
-        case OverrideParseException() if _is_command(error.override):
+        case OverrideParseException() if error.override in COMMANDS:
             return f"{error.override} is a command of its own. Type python -m qerl_lab.{error.override}."
         case OverrideParseException():
             return str(unreadable_override_error(error.override, dict(TYPES) | dict.fromkeys(GROUPS)))
@@ -209,15 +221,6 @@ def explain(error: Exception) -> str:
             place = re.match(r"In '[^']+': ", str(error))
             return (place[0] if place else "") + _explain_key(cause, cause.full_key)
     return " ".join((str(error) or str(error.__cause__)).split())
-
-
-def _is_command(name: str) -> bool:
-    """Tell whether `python -m qerl_lab.NAME` is a command that users type, such as `evaluate`.
-
-    `train` is none, because users type python -m qerl_lab for it.
-    """
-    is_there = os.path.isfile(Path(__file__).parents[1] / name / "__main__.py")  # Path.is_file raises for a long name
-    return is_there and name.isidentifier() and name != "train"
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:

@@ -7,7 +7,8 @@ import pytest
 import qerl_lab
 from qerl_lab import preflight
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.manual import COMMANDS, describe_option, help_text
+from qerl_lab.cli.manual import describe_option, help_text
+from qerl_lab.cli.overrides import COMMANDS
 from qerl_lab.cli.train import main
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, package_data
@@ -60,8 +61,8 @@ def test_the_manual_names_every_command():
     package = Path(qerl_lab.__file__).parent
     rooms = {path.parent.name for path in package.glob("*/__main__.py")} - {"train"}  # the command starts it
     scripts = {f"tools.{path.stem}" for path in package.glob("tools/*.py") if '"__main__"' in path.read_text()}
-    assert {name for name, _ in COMMANDS} == rooms | scripts
-    for name, meaning in COMMANDS:
+    assert set(COMMANDS) == rooms | scripts
+    for name, meaning in COMMANDS.items():
         assert f"  python -m qerl_lab.{name} " in help_text()
         assert meaning in " ".join(help_text().split())
 

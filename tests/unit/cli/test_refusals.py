@@ -84,6 +84,7 @@ def refused(line: str, capsys) -> str:
         ("task.name=gsm8k", ["task.name=gsm8k leaves out", "Type task=gsm8k"]),
         ("task.instruction=null", ["task.instruction=null", "Type for example task.instruction=NAME"]),
         ("evaluate accuracy runs/x", ["Type python -m qerl_lab.evaluate."]),
+        ("tools.export runs/x", ["Type python -m qerl_lab.tools.export."]),
         ("train +experiment=nvfp4", ["train cannot be read", "leave train out"]),
         ("resume=", ["resume= is empty", "Type resume=RUN_DIR"]),
         ("resume='a'", ["/a is no directory"]),
