@@ -23,6 +23,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import TypedCommand
 from standin import background, seen, started
 from waiting import wait_for
 
@@ -247,17 +248,16 @@ def test_two_jobs_that_share_none_take_two_gpus() -> None:
 
 
 def test_a_job_sees_as_many_gpus_as_it_takes_and_one_on_the_cpu_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Job:
-        def __init__(self, **settings: object) -> None:
-            self.config = RunConfig(jobs=2, **settings)  # type: ignore[arg-type]
+    class Job(launch.SweepJob):
+        def __call__(self) -> str:
+            return self.variables.get("CUDA_VISIBLE_DEVICES", "none")
 
-        def __call__(self, visible: dict[str, str] | None = None) -> str:
-            return (visible or {}).get("CUDA_VISIBLE_DEVICES", "none")
+    def job(**settings: Any) -> Job:
+        return Job(RunConfig(jobs=2, **settings), Path("run"), TypedCommand("the command"), Path("stop"))
 
     monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    jobs: list[Any] = [Job(gpus=2), Job(device="cpu"), Job()]
-    with scheduler.run_locally(jobs) as futures:
+    with scheduler.run_locally([job(gpus=2), job(device="cpu"), job()]) as futures:
         assert [future.result() for future in futures] == ["3,5", "none", "3"]
     shared = scheduler.gpu_pool_of([RunConfig(jobs=4, jobs_per_gpu=2)])
     assert shared is not None

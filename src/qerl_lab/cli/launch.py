@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -113,17 +113,16 @@ class SweepJob:
     stop_file: Path
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment of its processes
 
-    def __call__(self, visible: Mapping[str, str] | None = None) -> str:
+    def __call__(self) -> str:
         """Run the job to its end. Return a message if the job was refused or failed, and "" if it ended otherwise.
 
-        `visible` has environment variables that select GPUs for the job, such as CUDA_VISIBLE_DEVICES. None leaves all
-        GPUs of this process visible. If `stop_file` exists, nothing is started and "" is returned.
+        If `stop_file` exists, nothing is started and "" is returned.
         """
         if self.stop_file.exists():
             return ""
-        run, job = RunDirectory(self.run_dir), replace(self, variables={**self.variables, **(visible or {})})
+        run = RunDirectory(self.run_dir)
         try:
-            return failure_message(run) if start(run, self.typed, job) == FAILURE else ""
+            return failure_message(run) if start(run, self.typed, self) == FAILURE else ""
         except ConfigError as error:
             return f"error: {redact(str(error))}"
         except OSError as error:  # a full disk, before the run's process could say so

@@ -170,7 +170,7 @@ def run_locally(sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
         if gpu_pool is None or sweep_job.config.device == "cpu":
             return sweep_job()
         with gpu_pool.take(sweep_job.config.gpus) as taken:
-            return sweep_job({machine.VISIBLE: ",".join(taken)})
+            return replace(sweep_job, variables={**sweep_job.variables, machine.VISIBLE: ",".join(taken)})()
 
     with ThreadPoolExecutor(sweep_jobs[0].config.jobs) as pool:
         yield [pool.submit(run_on_gpus, sweep_job) for sweep_job in sweep_jobs]
