@@ -121,17 +121,13 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
         check_type(key, known[key], given[key])
         words.append((key, word))
     if paths:
-        if get_origin(types[bare]) is list:
-            given[bare] = paths
-            words.append((bare, " ".join(paths)))
-        else:
-            given[bare] = paths[0]
-            words += [(bare, path) for path in paths]  # `refuse_repeated_keys` refuses a second path
+        is_list = get_origin(types[bare]) is list
+        given[bare] = paths if is_list else paths[0]
+        words += [(bare, " ".join(paths))] if is_list else [(bare, path) for path in paths]  # a second one is refused
     refuse_repeated_keys(words)
-    options = kind(**given)
-    for name, field, value in leaves(options):
-        check_bounds(name, field.metadata, value)
-    return options
+    for key, value in given.items():
+        check_bounds(key, known[key].metadata, value)
+    return kind(**given)
 
 
 def _parse_value(kind: Any, text: str) -> Any:

@@ -60,6 +60,8 @@ NEEDS = (
           f"{NO_KERNEL}, or rollout=vllm"),
     Needs(TILES, "model.dtype!=float32", "it computes in bfloat16 alone", f"model.dtype=bfloat16, or {NO_KERNEL}"),
     Needs(TILES, "format.name=nvfp4", "it has no kernel for other formats", f"{NO_KERNEL}, or format=nvfp4"),
+    Needs(TILES, f"lora.rank={'|'.join(map(str, range(TILES_RANKS, TILES_MAX_RANK + 1, TILES_RANKS)))}",
+          "it has no product for other ranks", NO_KERNEL),
     Needs(TILES, "rollout.vllm.lora=dense", "it computes the adapter too", f"{NO_KERNEL}, or rollout.vllm.lora=dense"),
     Needs("rollout.vllm.dense_rows!=null", "format.name=nvfp4", "the layers of the dense adapter implement it",
           "rollout.vllm.dense_rows=null, or format=nvfp4"),
@@ -319,16 +321,10 @@ def check_patterns(name: str, entries: list[str]) -> None:
 
 def _check_engine_options(cfg: RunConfig) -> None:
     """Raise ConfigError if an option of a rollout engine cannot work, where no row of `NEEDS` says so."""
-    vllm, rollout, rank = cfg.rollout.vllm, cfg.rollout, cfg.lora.rank
     if cfg.device == "cpu":
         check_engine_on_cpu(cfg, "device=cpu was given")
-    if vllm.linear_backend == "fp4_tiles" and not fp4_tiles_takes_rank(rank):
-        raise ConfigError(
-            f"rollout.vllm.linear_backend=fp4_tiles with lora.rank={rank} is not allowed; allowed with it: a rank in "
-            f"multiples of {TILES_RANKS} up to {TILES_MAX_RANK}. Type rollout.vllm.linear_backend=auto."
-        )
-    if rollout.engine == "vllm_server":
-        _check_server(rollout.vllm_server)
+    if cfg.rollout.engine == "vllm_server":
+        _check_server(cfg.rollout.vllm_server)
 
 
 def _check_server(server: VllmServerConfig) -> None:

@@ -46,7 +46,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
     [
         (FULL | {"rollout__engine": "vllm", "device": "cpu"}, "device=cpu", "Type rollout=transformers"),
         ({"aqn__schedule": "linear", "aqn__stages": 1, "aqn__reading": "algorithm"}, "aqn.stages=1", "aqn.stages=2"),
-        ({**TILES, "lora__rank": 12}, "lora.rank=12", "a rank in multiples of 8 up to 128"),
+        ({**TILES, "lora__rank": 12}, "lora.rank=12", "allowed with it: 8, 16, 24, "),
         ({"task__path": "https://me:pw@host"}, "***@host", "HF_TOKEN=TOKEN"),
         ({"optim__max_grad_norm": 1e13}, "optim.max_grad_norm=10000000000000.0", "at most 1e12. Type"),
         ({"format__ignore": ["re:("]}, "'re:('", "re:PATTERN"),
@@ -68,7 +68,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"lora__target_modules": ["lm_head"]}, "lm_head", "[q_proj,v_proj]"),
         ({"rollout__vllm__max_num_batched_tokens": 64, "rollout__batch_size": 65},
          "rollout.batch_size=65 is above rollout.vllm.max_num_batched_tokens=64", "rollout.batch_size=64"),
-        ({**TILES, "lora__rank": 136}, "lora.rank=136", "a rank in multiples of 8 up to 128"),
+        ({**TILES, "lora__rank": 136}, "lora.rank=136", "allowed with it: 8, 16, 24, "),
         ({"tracking__uri": "mine"}, "tracking.uri=mine is no address", "tracking.uri=sqlite:///mine.db."),
         ({**W8A8, "rollout__vllm__linear_backend": "marlin"}, "=fp8 with rollout.vllm.linear_backend=marlin",
          "allowed with it: auto, vllm. Type rollout.vllm.linear_backend=auto, or format.activations=auto."),
