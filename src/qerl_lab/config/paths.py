@@ -1,7 +1,7 @@
 """Make the local paths of a run absolute, so that it can be resumed from any directory. Imports no torch."""
 
 import hashlib
-from dataclasses import replace
+from copy import deepcopy
 from pathlib import Path
 
 from qerl_lab.config.model_hash import model_hash
@@ -20,43 +20,40 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
     A model on the hub gets no hash, because the local copy may differ from the hub. Raises ConfigError if an adapter or
     file is missing, or if a hash in `cfg` does not match its file.
     """
+    cfg = deepcopy(cfg)
     tracking, model, task, lora = cfg.tracking, cfg.model, cfg.task, cfg.lora
     if tracking.uri is not None and (file := sqlite_file(tracking.uri)):
-        tracking = replace(tracking, uri=sqlite_uri(file.expanduser().absolute()))
+        tracking.uri = sqlite_uri(file.expanduser().absolute())
 
-    path, content = _absolute_model_path(model.path), model.hash
-    if Path(path).is_absolute() and (found := model_hash(Path(path))):
-        content = _check_hash("model.hash", content, found, path)
-    model = replace(model, path=path, hash=content)
+    model.path = _absolute_model_path(model.path)
+    if Path(model.path).is_absolute() and (found := model_hash(Path(model.path))):
+        model.hash = _check_hash("model.hash", model.hash, found, model.path)
 
-    task = replace(task, path=task.path and _absolute_model_path(task.path))
+    task.path = task.path and _absolute_model_path(task.path)
     if task.module is not None:
-        path = _absolute_path(task.module)
-        digest = _check_hash("task.module_hash", task.module_hash, module_hash(path), path)
-        task = replace(task, module=path, module_hash=digest)
+        task.module = _absolute_path(task.module)
+        task.module_hash = _check_hash("task.module_hash", task.module_hash, module_hash(task.module), task.module)
 
     if lora.start_from is not None:
-        path = _absolute_path(lora.start_from)
-        weights = adapter_folder(path) / WEIGHTS
+        weights = adapter_folder(_absolute_path(lora.start_from)) / WEIGHTS
         if not weights.is_file():
             raise ConfigError(
                 f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, not "
                 "of lora=full, or of a PEFT adapter. Type lora.start_from=RUN_DIR."
             )
-        digest = _check_hash("lora.start_hash", lora.start_hash, file_hash(weights), str(weights))
-        lora = replace(lora, start_from=path, start_hash=digest)
+        lora.start_from = _absolute_path(lora.start_from)
+        lora.start_hash = _check_hash("lora.start_hash", lora.start_hash, file_hash(weights), str(weights))
 
-    cfg = replace(cfg, tracking=tracking, model=model, task=task, lora=lora)
-    if cfg.preregistration is None:
-        return cfg
-    path = _absolute_path(cfg.preregistration)
-    if not Path(path).is_file():
-        raise ConfigError(
-            f"preregistration={cfg.preregistration} is no file. Write the claims there and commit them before the "
-            "runs (docs/verdicts.md), or leave preregistration out."
-        )
-    digest = _check_hash("preregistration_sha256", cfg.preregistration_sha256, sha256(Path(path)), path)
-    return replace(cfg, preregistration=path, preregistration_sha256=digest)
+    if cfg.preregistration is not None:
+        file = Path(_absolute_path(cfg.preregistration))
+        if not file.is_file():
+            raise ConfigError(
+                f"preregistration={cfg.preregistration} is no file. Write the claims there and commit them before the "
+                "runs (docs/verdicts.md), or leave preregistration out."
+            )
+        digest = _check_hash("preregistration_sha256", cfg.preregistration_sha256, sha256(file), str(file))
+        cfg.preregistration, cfg.preregistration_sha256 = str(file), digest
+    return cfg
 
 
 def _check_hash(key: str, given: str | None, found: str, path: str) -> str:
