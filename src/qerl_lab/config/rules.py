@@ -22,7 +22,8 @@ TILES_RANKS, TILES_MAX_RANK = 8, 128  # the kernel fp4_tiles takes ranks 8, 16 .
 class Needs(NamedTuple):
     """A value of one key that works only with certain values of another key.
 
-    `given` and `allowed` are conditions for `keys.is_met`: if `given` holds, `allowed` must hold.
+    `given` and `allowed` are conditions for `keys.is_met`: if `given` holds, `allowed` must hold. Where `given` is two
+    conditions joined by ` and `, both must hold.
     """
 
     given: str
@@ -89,6 +90,18 @@ NEEDS = (
           f"rollout.importance_correction=token_truncate, or {LOCKSTEP}"),
     Needs(OVERLAP, "aqn.schedule!=adaptive", "sigma of a step follows from the KL measured in the step before",
           f"aqn=kl, or {LOCKSTEP}"),
+    *(needs for unit, start, end in (("sigma", "0.01", "5e-4"), ("kl", "3e-3", "1e-4")) for needs in (
+        Needs(f"aqn.schedule!=off and aqn.unit={unit}", f"aqn.{unit}_start!=0", "it adds no noise",
+              f"aqn=off, or for example aqn.{unit}_start={start}"),
+        Needs(f"aqn.schedule=exponential and aqn.unit={unit}", f"aqn.{unit}_end!=0",
+              "Eq. 8 takes the ratio of end and start, so the noise never reaches 0",
+              f"for example aqn.{unit}_end={end} or aqn=linear"),
+    )),
+    Needs("aqn.stages=1 and aqn.schedule!=off|adaptive", "aqn.reading=equation",
+          "it keeps stage 1 clean, and so never adds noise", "aqn.reading=equation"),
+    Needs("algorithm.name=gspo and algorithm.beta!=0", "algorithm.kl_estimator=k3",
+          "k3_ratio multiplies the KL of a token by its ratio, and there is one of the whole completion only",
+          "algorithm.kl_estimator=k3, or algorithm.beta=0"),
 )  # fmt: skip
 
 
@@ -131,7 +144,7 @@ def validate(cfg: RunConfig) -> None:
     """Raise ConfigError for the first value out of bounds, or the first combination of values that cannot run."""
     for name, field, value in leaves(cfg):
         check_bounds(name, field.metadata, value)
-    for check in (_check_addresses, _check_names, _check_order, _check_batch, _check_needs, _check_aqn, _check_learning,
+    for check in (_check_addresses, _check_names, _check_order, _check_batch, _check_needs, _check_learning,
                   _check_engine_options):  # fmt: skip
         check(cfg)
 
@@ -148,15 +161,18 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> None:
     """Raise ConfigError for the first of `rows` that the configuration breaks."""
     values = values_of(cfg)
     for needs in rows:
-        if not is_met(needs.given, values) or is_met(needs.allowed, values):
+        conditions = needs.given.split(" and ")
+        if not all(is_met(condition, values) for condition in conditions) or is_met(needs.allowed, values):
             continue
-        (key, _, _), (other, allowed, is_excluded) = parse_condition(needs.given), parse_condition(needs.allowed)
+        keys = [parse_condition(condition)[0] for condition in conditions]
+        other, allowed, is_excluded = parse_condition(needs.allowed)
+        given = " and ".join(f"{key}={spell_value(values[key])}" for key in keys)
         but = "anything but " if is_excluded else ""
         remedy = needs.remedy
         if cfg.experiment != RunConfig().experiment:  # an experiment fixes the format, so name another experiment
             remedy = remedy.replace("format=", "+experiment=")
         raise ConfigError(
-            f"{key}={spell_value(values[key])} with {other}={spell_value(values[other])} is not allowed, "
+            f"{given} with {other}={spell_value(values[other])} is not allowed, "
             f"because {needs.why}; allowed with it: {but}{', '.join(allowed)}. Type {remedy}."
         )
 
@@ -251,45 +267,12 @@ def largest_divisor(number: int, at_most: int) -> int:
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
-def _check_aqn(cfg: RunConfig) -> None:
-    """Raise ConfigError if the noise would be none, or if its schedule cannot use a setting."""
-    aqn, unit = cfg.aqn, cfg.aqn.unit
-    if not aqn.norms:
+def _check_learning(cfg: RunConfig) -> None:
+    """Raise ConfigError if a setting of noise, adapters or evaluation cannot work."""
+    if not cfg.aqn.norms:
         raise ConfigError(
             "aqn.norms=[] names no layer for the noise; allowed: one norm or more. "
             "Leave aqn.norms out (aqn=off is no noise), or type for example aqn.norms=[input_layernorm]."
-        )
-    if aqn.schedule == "off":
-        return
-    start, end = f"{unit}_start", f"{unit}_end"
-    example_start, example_end = ("3e-3", "1e-4") if unit == "kl" else ("0.01", "5e-4")
-    if getattr(aqn, start) == 0:
-        raise ConfigError(
-            f"aqn.schedule={aqn.schedule} with aqn.{start}=0 adds no noise; allowed: above 0. "
-            f"Type aqn=off, or for example aqn.{start}={example_start}."
-        )
-    if aqn.schedule == "exponential" and getattr(aqn, end) == 0:
-        raise ConfigError(
-            f"aqn.schedule=exponential never reaches aqn.{end}=0 (Eq. 8 takes the ratio {end} / {start}); "
-            f"allowed: above 0. Type for example aqn.{end}={example_end} or aqn=linear."
-        )
-    if aqn.stages == 1 and aqn.reading != "equation" and aqn.schedule != "adaptive":
-        more = "aqn.stages=2, or " if cfg.steps > 1 else ""  # one step is in stage 1, however many stages there are
-        raise ConfigError(
-            f"aqn.stages=1 with aqn.reading={aqn.reading} never adds noise, because that reading keeps stage 1 clean. "
-            f"Type {more}aqn.reading=equation."
-        )
-
-
-def _check_learning(cfg: RunConfig) -> None:
-    """Raise ConfigError if a setting of loss, adapters or evaluation cannot work."""
-    algorithm = cfg.algorithm
-    # The KL of a token times the ratio of its completion estimates no KL.
-    if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":
-        raise ConfigError(
-            f"algorithm.kl_estimator={algorithm.kl_estimator} multiplies the KL of a token by its ratio, and with "
-            "algorithm.name=gspo there is one of the whole completion only; allowed: k3. "
-            "Type algorithm.kl_estimator=k3, or algorithm.beta=0."
         )
     if not cfg.lora.target_modules or "lm_head" in cfg.lora.target_modules:
         raise ConfigError(
