@@ -40,7 +40,7 @@ NEEDS = (
     Needs("optim.name=adamw_8bit", "device!=cpu", "it computes on a GPU", "optim=adamw, or device=cuda"),
     Needs("optim.packing=on", "model.attention=sdpa", "it trains by an attention of its own",
           "model.attention=sdpa, or optim.packing=off"),
-    Needs("algorithm.name=cispo", "algorithm.epsilon_low=1|1.0",
+    Needs("algorithm.name=cispo", "algorithm.epsilon_low=1",
           "it bounds the weight of a token from above alone", "algorithm.epsilon_low=1, or leave that key out"),
     Needs("aqn.schedule=adaptive", "aqn.unit=kl", "it adapts the noise to a KL", "aqn=adaptive"),
     Needs("aqn.schedule=adaptive", "aqn.probe_prompts!=0", "they measure the KL that it adapts to",
