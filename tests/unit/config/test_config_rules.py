@@ -45,7 +45,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
     ("values", "given", "remedy"),
     [
         (FULL | {"rollout__engine": "vllm", "device": "cpu"}, "device=cpu", "Type rollout=transformers"),
-        ({"aqn__schedule": "linear", "aqn__stages": 1, "aqn__reading": "algorithm"}, "aqn.stages=1", "=equation."),
+        ({"aqn__schedule": "linear", "aqn__stages": 1, "aqn__reading": "algorithm"}, "aqn.stages=1", "aqn.stages=2"),
         ({**TILES, "lora__rank": 12}, "lora.rank=12", "allowed with it: 8, 16, 24, "),
         ({"task__path": "https://me:pw@host"}, "***@host", "HF_TOKEN=TOKEN"),
         ({"optim__max_grad_norm": 1e13}, "optim.max_grad_norm=10000000000000.0", "at most 1e12. Type"),
