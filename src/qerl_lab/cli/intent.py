@@ -14,7 +14,7 @@ import yaml
 from qerl_lab import tasks
 from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder
-from qerl_lab.config.keys import SET_BY_LAB, is_met, parse_condition, spell_value
+from qerl_lab.config.keys import SET_BY_LAB, is_met, settings_of
 from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
@@ -30,19 +30,9 @@ class ConditionalKeys(NamedTuple):
     """Keys that have an effect only if a condition is met (see `keys.is_met`), and what to type to meet it."""
 
     keys: str  # separated by spaces; a name that ends with a dot covers all keys below
-    when: str  # condition on another key; where two are joined by ` or `, one of them must be met
+    when: str  # condition on other keys
     remedy: str
     arm: str = ""  # what to type instead of the remedy in a run that names its experiment
-
-    @property
-    def conditions(self) -> list[str]:
-        """Return the conditions of which one must be met."""
-        return self.when.split(" or ")
-
-    @property
-    def deciding_keys(self) -> list[str]:
-        """Return the keys that the conditions are on."""
-        return [parse_condition(condition)[0] for condition in self.conditions]
 
     def has_key(self, key: str) -> bool:
         """Tell whether this row lists the dotted key, or a section that holds it."""
@@ -155,8 +145,8 @@ def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
     """
     values, inert = values_of(cfg), dict[str, ConditionalKeys]()
     for row in CONDITIONAL_KEYS:
-        if not any(is_met(condition, values) for condition in row.conditions):
-            inert |= {key: row for key in values if row.has_key(key) and key not in row.deciding_keys}
+        if not is_met(row.when, values):
+            inert |= {key: row for key in values if row.has_key(key) and key not in settings_of(row.when, values)}
     path = cfg.model.path
     if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():
         inert["model.revision"] = ConditionalKeys("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
@@ -182,8 +172,7 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
                 continue
             row, where = inert[number][key], f"job {number}: " if len(jobs) > 1 else ""
             remedy = row.arm if row.arm and cfg.experiment != RunConfig().experiment else row.remedy
-            values = values_of(cfg)
-            given = " and ".join(f"{other}={spell_value(values[other])}" for other in row.deciding_keys)
+            given = " and ".join(f"{other}={value}" for other, value in settings_of(row.when, values_of(cfg)).items())
             raise ConfigError(
                 f"{where}{key}={words[key]} does nothing in a run with {given}. "
                 f"Leave {key} out, or type for example {remedy}."

@@ -1,6 +1,7 @@
 """Check keys and value types against the schema, and word the errors."""
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field
 from typing import Any, get_args, get_origin
@@ -165,8 +166,20 @@ def parse_condition(text: str) -> tuple[str, list[str], bool]:
     return key.removesuffix("!"), listed.split("|"), key.endswith("!")
 
 
+def settings_of(condition: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """Map each key that a condition (see `is_met`) is on to its value as it is typed."""
+    keys = [parse_condition(part)[0] for part in re.split(" and | or ", condition)]
+    return {key: spell_value(values[key]) for key in keys}
+
+
 def is_met(condition: str, values: Mapping[str, Any]) -> bool:
-    """Tell whether a condition (see `parse_condition`) holds. `values` maps every dotted key to its value."""
+    """Tell whether a condition holds: a single one (see `parse_condition`), `A and B`, or `A or B`.
+
+    `values` maps every dotted key to its value.
+    """
+    for word, joined in ((" and ", all), (" or ", any)):
+        if word in condition:
+            return joined(is_met(part, values) for part in condition.split(word))
     key, listed, is_excluded = parse_condition(condition)
     value = values[key]
     text = f"{value:g}" if isinstance(value, float) else spell_value(value)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from qerl_lab.config.arm import REMOVED, leaves, values_of
 from qerl_lab.config.conf_folder import choices_of, default_option_by_group
-from qerl_lab.config.keys import check_type, is_met, parse_condition, spell_value, unknown_key_error
+from qerl_lab.config.keys import check_type, is_met, parse_condition, settings_of, spell_value, unknown_key_error
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, VllmServerConfig
@@ -22,8 +22,7 @@ TILES_RANKS, TILES_MAX_RANK = 8, 128  # the kernel fp4_tiles takes ranks 8, 16 .
 class Needs(NamedTuple):
     """A value of one key that works only with certain values of another key.
 
-    `given` and `allowed` are conditions for `keys.is_met`: if `given` holds, `allowed` must hold. Where `given` is two
-    conditions joined by ` and `, both must hold.
+    `given` and `allowed` are conditions for `keys.is_met`: if `given` holds, `allowed` must hold.
     """
 
     given: str
@@ -162,12 +161,10 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> None:
     """Raise ConfigError for the first of `rows` that the configuration breaks."""
     values = values_of(cfg)
     for needs in rows:
-        conditions = needs.given.split(" and ")
-        if not all(is_met(condition, values) for condition in conditions) or is_met(needs.allowed, values):
+        if not is_met(needs.given, values) or is_met(needs.allowed, values):
             continue
-        keys = [parse_condition(condition)[0] for condition in conditions]
         other, allowed, is_excluded = parse_condition(needs.allowed)
-        given = " and ".join(f"{key}={spell_value(values[key])}" for key in keys)
+        given = " and ".join(f"{key}={value}" for key, value in settings_of(needs.given, values).items())
         but = "anything but " if is_excluded else ""
         remedy = needs.remedy
         if cfg.experiment != RunConfig().experiment:  # an experiment fixes the format, so name another experiment
