@@ -242,20 +242,22 @@ def _stop_signals_blocked() -> Iterator[None]:
 def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest) -> int | None:
     """Wait until all processes have ended. Return the rank of the first that failed; None if none failed.
 
-    Terminates the processes if `request` asks to stop. Kills them if it asks to abort, and GRACE_SECONDS after a
+    Terminates each process once if `request` asks to stop. Kills them if it asks to abort, and GRACE_SECONDS after a
     failure, because ranks that wait for a failed one never end.
     """
-    first_failed, kill_time = None, math.inf
+    first_failed, kill_time, is_told = None, math.inf, False
     while running := [child for child in children if child.poll() is None]:
         if first_failed is None:
             first_failed = _first_failed(children)
             if first_failed is not None:
                 kill_time = time.monotonic() + GRACE_SECONDS
-        for child in running:
-            if time.monotonic() > kill_time or request.aborts:
+        if time.monotonic() > kill_time or request.aborts:
+            for child in running:
                 child.kill()
-            elif request.stops:
+        elif request.stops and not is_told:
+            for child in running:
                 child.terminate()
+            is_told = True
         with suppress(subprocess.TimeoutExpired):
             running[0].wait(LOOK_SECONDS)
     if first_failed is not None:
