@@ -23,6 +23,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.train.stop import Stop
+from run_directories import write_config
 
 VARIABLE = "FAILING_ENGINES"
 
@@ -128,6 +129,7 @@ class Runs:
         """Run with an engine that fails according to the plan `words`."""
         from qerl_lab.train import run as run_module
 
+        write_config(self.directory.path, self.cfg)
         usual, self.plan = rollout.build, Plan(words)
         rollout.build = self.plan.build
         try:

@@ -33,6 +33,7 @@ from qerl_lab.train.ahead import may_be_sampled_ahead
 from qerl_lab.train.step import Batch
 from qerl_lab.train.stop import Stop
 from repeated import files_of, lines_of
+from run_directories import write_config
 
 SETTINGS = {
     "steps": 8, "checkpoint__every": 4, "format__name": "bf16", "rollout__engine": "vllm_server",
@@ -135,6 +136,7 @@ class Runs:
 
     def run(self, stop: Stop | None = None, kill_after: int = 0) -> int:
         """Run to the end; or until step `kill_after` is trained and recorded, before its checkpoint."""
+        write_config(self.directory.path, self.cfg)
         check = trainer.LabTrainer._check_finite
 
         def keep(own: trainer.LabTrainer, metrics: dict[str, float]) -> None:
