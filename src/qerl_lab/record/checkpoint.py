@@ -15,11 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.arm import ADDED, REMOVED, settings_of_run
-from qerl_lab.config.keys import spell_value
-from qerl_lab.config.option import ConfigError, parse_json
+from qerl_lab.config.option import parse_json
 from qerl_lab.config.paths import sha256
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.system.exits import FULL
 
 PROBE_BYTES = 2**20
@@ -44,28 +41,6 @@ class Saved:
     config: dict[str, Any]
     noise: dict[str, Any] = field(default_factory=dict)
     micro_batch_size: int | None = None
-
-    def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
-        """Raise ConfigError if `cfg` differs from the configuration that the checkpoint was trained with.
-
-        `where` is the file that `cfg` was read from; the message names it. A larger number of steps is allowed if the
-        run was extended after this checkpoint.
-        """
-        then = {key: value for key, value in {**ADDED, **self.config}.items() if key not in REMOVED}
-        now = settings_of_run(cfg)
-        if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
-            now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
-        changed = []
-        for key in now | then:
-            if key not in now or key not in then or now[key] != then[key]:
-                given = spell_value(now[key]) if key in now else "nothing"
-                saved = spell_value(then[key]) if key in then else "nothing"
-                changed.append(f"{key}={given} (was {saved})")
-        if changed:
-            raise ConfigError(
-                f"{where} is not the configuration that {self.path.name} was trained with: {', '.join(changed)}. "
-                "Put it back as it was, or start a new run."
-            )
 
 
 def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, PREREGISTRATION, fill_added_keys, flatten, values_of
+from qerl_lab.config import arm
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
@@ -251,8 +252,10 @@ class RunDirectory:
             cfg = from_dict(values)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        known = {*dict(flatten(values)), *OF_SWEEPS, *ADDED, *PREREGISTRATION, "model.hash"}
-        lacking = [name for name in values_of(RunConfig()) if name not in known and not name.startswith("tracking.")]
+        known = {*dict(arm.flatten(values)), *arm.OF_SWEEPS, *arm.ADDED, *arm.PREREGISTRATION, "model.hash"}
+        lacking = [
+            name for name in arm.values_of(RunConfig()) if name not in known and not name.startswith("tracking.")
+        ]
         if lacking:
             raise ConfigError(
                 f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {PUT_BACK}"
@@ -270,7 +273,7 @@ class RunDirectory:
 
         Raises ConfigError if the file is missing, cannot be read or has no configuration.
         """
-        return fill_added_keys({name: str(value) for name, value in flatten(self._config_values())})
+        return arm.fill_added_keys({name: str(value) for name, value in arm.flatten(self._config_values())})
 
     def _config_values(self) -> dict[str, Any]:
         """Parse resolved.yaml. Raises ConfigError if it is missing, cannot be read or has no configuration."""
@@ -297,16 +300,22 @@ class RunDirectory:
     def refuse_edited_config(self) -> None:
         """Raise ConfigError if resolved.yaml differs from the configuration in the newest checkpoint.
 
-        Compares the settings that sessions of a run share (`arm.settings_of_run`). A key that only one side has is of
-        another version and not compared. An extended run may have more steps than the checkpoint.
+        Compares the settings that the checkpoint has: those that sessions of a run share (`arm.settings_of_run`). A
+        version that lacked a key of `arm.ADDED` used its value there. If the run was extended after the checkpoint, it
+        may have more steps.
         """
-        values = dict(flatten(self._config_values()))
         name, saved = checkpoint.newest_config(self.checkpoints)
-        may_differ = ("steps", "extended") if values.get("extended") else ()
+        if not saved:
+            return
+        now = arm.model_by_content({**arm.ADDED, **dict(arm.flatten(self._config_values()))})
+        then = saved | {key: value for key, value in arm.ADDED.items() if key not in saved}
+        steps, extended = saved.get("steps"), now.get("extended")
+        if isinstance(extended, list) and steps in extended:  # the checkpoint is older than the extension
+            now |= {"steps": steps, "extended": extended[: extended.index(steps)]}
         changed = [
-            f"{key}={values[key]} (was {was})"
-            for key, was in saved.items()
-            if key in values and key not in may_differ and str(values[key]) != str(was)
+            f"{key}={spell_value(now[key]) if key in now else 'nothing'} (was {spell_value(was)})"
+            for key, was in then.items()
+            if key not in arm.REMOVED and (key not in now or now[key] != was)
         ]
         if changed:
             raise ConfigError(
@@ -327,16 +336,16 @@ class RunDirectory:
         for read in (self.sessions, self.mirror, self._refuse_cut_evaluations):  # each raises for a damaged file
             read()
 
-    def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
+    def starting_point(self) -> checkpoint.Saved | None:
         """Return the newest intact checkpoint to resume from, or None to start from step 0.
 
-        Raises ConfigError if `cfg` differs from the configuration saved in the checkpoint, or if metrics.jsonl does not
-        have each step up to the checkpoint once.
+        Raises ConfigError if resolved.yaml differs from the configuration in the checkpoint (`refuse_edited_config`),
+        or if metrics.jsonl does not have each step up to the checkpoint once.
         """
         saved = checkpoint.newest(self.checkpoints)
         if saved is None:
             return None
-        saved.refuse_other_config(cfg, self.path / RESOLVED)
+        self.refuse_edited_config()
         lines = self.metrics()  # raises for a damaged line, and says what to do
         try:
             metrics.check_steps([line for line in lines if line["step"] <= saved.step], saved.step)

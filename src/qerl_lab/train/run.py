@@ -153,7 +153,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     preflight.check_engine(cfg)
     ranks = join(cfg, device)
     limit_to_part(device, cfg.jobs_per_gpu)  # of this rank's GPU, which `join` has chosen
-    saved = directory.starting_point(cfg)
+    saved = directory.starting_point()
     if ranks.is_first:
         checkpoint.set_damaged_aside(directory.checkpoints, saved.step if saved else 0)
     on_disk.check_content(cfg)

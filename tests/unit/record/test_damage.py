@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qerl_lab.config.arm import settings_of_run
+from qerl_lab.config.arm import REMOVED, settings_of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
@@ -101,11 +101,11 @@ def test_an_edited_configuration_is_refused_with_the_keys_that_the_checkpoint_ha
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
     was = run.config()
     save_checkpoint(run, 2)
-    newest = save_checkpoint(run, 4, **{"a.key.of.then": 8})
+    newest = save_checkpoint(run, 4, **{REMOVED[0]: 8})
     edit(run, jobs_per_gpu=2, tracking__mlflow=False, device="cpu")  # where it ran makes no other run
     run.checked_metrics()
     edit(run, optim__learning_rate=0.5, aqn__norms=["input_layernorm"])
-    norms = r"aqn\.norms=\['input_layernorm'\] \(was .*\)"
+    norms = r"aqn\.norms=\[input_layernorm\] \(was .*\)"
     rate = rf"optim\.learning_rate=0\.5 \(was {was.optim.learning_rate}\)"
     said = rf"resolved\.yaml is not the .* step-000004 was trained with: .*{norms}.*, {rate}\. Put it back as it was"
     with pytest.raises(ConfigError, match=said):

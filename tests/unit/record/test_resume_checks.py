@@ -111,11 +111,11 @@ def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_d
     then = {name: value for name, value in settings_of_run(cfg).items() if name not in ADDED} | {REMOVED[-1]: 8}
     state = {"step": 4, "prompts_seen": 4, "config": then}
     checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
-    assert younger.starting_point(cfg).step == 4
+    assert younger.starting_point().step == 4
     assert settings_of_arm(younger.settings()) == settings_of_arm({name: str(value) for name, value in known.items()})
-    cfg.rollout.vllm.share_base = True
+    edit(run_dir, lambda values: values["rollout"]["vllm"].update(share_base=True))
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.share_base=true \(was false\)"):
-        younger.starting_point(cfg)
+        younger.starting_point()
 
 
 @pytest.mark.parametrize("known", ["a" * 12, None])
@@ -123,14 +123,14 @@ def test_a_model_may_be_moved_and_not_replaced(run_dir: Path, known: str | None)
     """A run of before the hash goes on by its path."""
     run = RunDirectory(run_dir)
     save(run_dir, 4, edit(run_dir, lambda values: values["model"].update(path="/there", hash=known)))
-    assert run.starting_point(run.config())
-    moved = edit(run_dir, lambda values: values["model"].update(path="/elsewhere"))
+    assert run.starting_point()
+    edit(run_dir, lambda values: values["model"].update(path="/elsewhere"))
     if known:
-        assert run.starting_point(moved)
-        moved.model.hash = "b" * 12
+        assert run.starting_point()
+        edit(run_dir, lambda values: values["model"].update(hash="b" * 12))
     said = r"model\.hash=b{12} \(was a{12}\)\. Put it back" if known else r"model\.path=/elsewhere \(was /there\)"
     with pytest.raises(ConfigError, match=said):
-        run.starting_point(moved)
+        run.starting_point()
 
 
 @pytest.mark.parametrize(
@@ -151,26 +151,30 @@ def test_a_configuration_of_garbage_is_one_sentence(run_dir: Path, text: str, wo
 
 
 def test_another_configuration_than_the_checkpoints_is_refused_by_its_keys(run_dir: Path) -> None:
-    cfg = RunDirectory(run_dir).config()
-    cfg.checkpoint.every, cfg.cpu_threads, cfg.tracking.mlflow = 1, 7, False  # they decide nothing
-    assert RunDirectory(run_dir).starting_point(cfg)
-    cfg.steps, cfg.lora.rank, cfg.seed, cfg.gpus = 600, 64, 3, 2
+    def change_what_decides_nothing(values: dict[str, Any]) -> None:
+        values["checkpoint"]["every"], values["cpu_threads"], values["tracking"]["mlflow"] = 1, 7, False
+
+    def change_what_decides(values: dict[str, Any]) -> None:
+        values["steps"], values["lora"]["rank"], values["seed"], values["gpus"] = 600, 64, 3, 2
+
+    edit(run_dir, change_what_decides_nothing)
+    assert RunDirectory(run_dir).starting_point()
+    edit(run_dir, change_what_decides)
     said = "was trained with: lora.rank=64 (was 32), seed=3 (was 0), steps=600 (was 12), gpus=2 (was 1)."
     with pytest.raises(ConfigError, match=re.escape(said)):
-        RunDirectory(run_dir).starting_point(cfg)
+        RunDirectory(run_dir).starting_point()
 
 
 def test_a_checkpoint_of_before_a_run_was_extended_is_gone_on_from(run_dir: Path) -> None:
     """Extended at step 4 and at step 8, it was stopped before step 12 and lost its later checkpoints."""
     save(run_dir, 4, edit(run_dir, lambda values: values.update(steps=8, extended=[4])))
-    extended = edit(run_dir, lambda values: values.update(steps=12, extended=[4, 8]))
-    assert RunDirectory(run_dir).starting_point(extended)
-    extended.extended = [8]
+    edit(run_dir, lambda values: values.update(steps=12, extended=[4, 8]))
+    assert RunDirectory(run_dir).starting_point()
+    edit(run_dir, lambda values: values.update(extended=[8]))
     with pytest.raises(ConfigError, match=r"extended=\[\] \(was \[4\]\)"):
-        RunDirectory(run_dir).starting_point(extended)
-    extended.extended = [4, 8]
-    save(run_dir, 4, extended)  # one of after both
-    assert RunDirectory(run_dir).starting_point(extended)
+        RunDirectory(run_dir).starting_point()
+    save(run_dir, 4, edit(run_dir, lambda values: values.update(extended=[4, 8])))  # one of after both
+    assert RunDirectory(run_dir).starting_point()
 
 
 def test_with_overlap_another_number_of_steps_between_checkpoints_is_refused(run_dir: Path) -> None:
@@ -179,10 +183,10 @@ def test_with_overlap_another_number_of_steps_between_checkpoints_is_refused(run
 
     cfg = edit(run_dir, overlap)
     save(run_dir, 4, cfg)
-    assert RunDirectory(run_dir).starting_point(cfg)
-    cfg.checkpoint.every = 7
+    assert RunDirectory(run_dir).starting_point()
+    edit(run_dir, lambda values: values["checkpoint"].update(every=7))
     with pytest.raises(ConfigError, match=r"trained with: checkpoint\.every=7 \(was 25\)\."):
-        RunDirectory(run_dir).starting_point(cfg)
+        RunDirectory(run_dir).starting_point()
 
 
 def test_another_device_is_refused(run_dir: Path) -> None:
@@ -219,11 +223,11 @@ def test_a_checkpoint_of_a_step_that_the_record_lacks_is_refused(
 ) -> None:
     run = RunDirectory(run_dir)
     log(run_dir, 1, 2, 3, 4, 5, 5, 7)  # those after the checkpoint are trained again
-    assert run.starting_point(run.config()).step == 4
+    assert run.starting_point().step == 4
     log(run_dir, *steps)
     before = files(run_dir)
     with pytest.raises(ConfigError, match=rf"metrics\.jsonl {wrong}, and step-000004 .* remove the checkpoints of"):
-        run.starting_point(run.config())
+        run.starting_point()
     assert files(run_dir) == before
 
 

@@ -78,7 +78,7 @@ def test_a_run_with_a_checkpoint_goes_on_with_a_grader_that_no_empty_text_fits(
     cfg = tiny(task__module=str(module))
     directory = claimed(tmp_path / "run", cfg)
     saved = checkpoint.Saved(directory.checkpoints / "checkpoint-1", step=1, prompts_seen=4, config={})
-    monkeypatch.setattr(directory, "starting_point", lambda _: saved)
+    monkeypatch.setattr(directory, "starting_point", lambda: saved)
     monkeypatch.setattr(run_module, "build_policy", lambda *_: (_ for _ in ()).throw(InterruptedError))
     with pytest.raises(InterruptedError):
         run_module.build_session(cfg, directory, Stop())
