@@ -48,7 +48,6 @@ CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions
 ARTIFACTS = (RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
 WRITTEN_IN_PLACE = ("", RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
 MARKS = (RESOLVED, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
-PARQUET_ENDS = b"PAR1"  # a whole Parquet file begins and ends with it
 PUT_BACK = "Put it back as it was (if the run used MLflow, it is among the run's artifacts), or start a new run."
 FILES_OF_A_REFUSED_RUN = {RESOLVED, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
 
@@ -326,14 +325,14 @@ class RunDirectory:
     def check(self) -> None:
         """Raise ConfigError unless a run can be resumed here: its files are writable, and the small files intact.
 
-        The small files are sessions.json and mlflow.json. In eval.parquet only both ends are checked.
+        The small files are sessions.json, mlflow.json and eval.parquet.
         """
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError(
                     f"{path} cannot be written. Make it writable, or copy {self.path} to a writable place."
                 )
-        for read in (self.sessions, self.mirror, self._refuse_cut_evaluations):  # each raises for a damaged file
+        for read in (self.sessions, self.mirror, self.evaluations):  # each raises for a damaged file
             read()
 
     def starting_point(self) -> checkpoint.Saved | None:
@@ -514,7 +513,7 @@ class RunDirectory:
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
-        self._refuse_cut_evaluations()  # which would replace the copy in a mirror
+        self.evaluations()  # a damaged file would replace the copy in a mirror
         if is_done and settings.get("eval.questions") != "0" and not (self.path / EVALUATIONS).exists():
             raise ConfigError(f"{EVALUATIONS} is missing")
         self.samples()
@@ -525,11 +524,11 @@ class RunDirectory:
 
         Phases are "before" and "after" training, and "step N".
         """
-        import pandas as pd  # imported here, because it takes a second
-
         path = self.path / EVALUATIONS
         if not path.exists():
             return {}
+        import pandas as pd  # imported here, because it takes a second
+
         try:
             with path.open("rb") as file:  # pandas cannot open a path that is not UTF-8
                 rows = pd.read_parquet(file)
@@ -538,16 +537,6 @@ class RunDirectory:
             raise ConfigError(
                 f"{path} is damaged ({in_one_line(error)}). Move it away; a resumed run asks the questions again."
             ) from None
-
-    def _refuse_cut_evaluations(self) -> None:
-        """Raise ConfigError if eval.parquet is cut off.
-
-        Checks only how the file begins and ends, because importing pandas to read it would take a second.
-        """
-        path = self.path / EVALUATIONS
-        data = path.read_bytes() if path.exists() else PARQUET_ENDS
-        if not (data.startswith(PARQUET_ENDS) and data.endswith(PARQUET_ENDS)):
-            raise ConfigError(f"{path} is no Parquet file. Move it away; a resumed run asks the questions again.")
 
     def write_evaluations(self, phases: "dict[str, pd.DataFrame]") -> None:
         """Write eval.parquet atomically: a table of held-out answers per phase (see `evaluations`)."""
