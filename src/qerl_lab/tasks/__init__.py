@@ -30,12 +30,12 @@ from qerl_lab.tasks.answers.completion import has_thought
 from qerl_lab.tasks.questions import (
     UNPARSED,
     BadRow,
-    LeftOut,
     Question,
     Questions,
     Scores,
     is_heldout,
     label,
+    note_bad_rows,
     wording,
 )
 
@@ -96,15 +96,12 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
     heldout = Questions.of(functions["heldout"](cfg))
     asked = {wording(question.prompt) for question in heldout}
     kept = [question for question in train if wording(question.prompt) not in asked]
-    shared = [question for question in train if wording(question.prompt) in asked]
-    leaked = LeftOut(len(shared), len(train), f"{shared[0].id} is held out too" if shared else "")
-    leaked.check("Check task.path.")
-    train = Questions(kept[: cfg.train_questions or None], [*train.left_out, leaked], train.notes)
+    shared = [f"{question.id} is held out too" for question in train if wording(question.prompt) in asked]
+    notes = [*train.notes, *note_bad_rows(shared, len(train), "Check task.path.")]
+    train = Questions(kept[: cfg.train_questions or None], train.rows_left_out + len(shared), notes)
     sets = {"training": train, "heldout": heldout}
-    roles: dict[str, str] = {}  # warning -> role of the questions; a warning about a shared file is listed once
-    for role in ("heldout", "training"):
-        for line in [*map(str, sets[role].left_out), *sets[role].notes]:
-            roles[line] = role
+    # note -> role of the questions; a note on a file that both share is listed once
+    roles = dict.fromkeys(heldout.notes, "heldout") | dict.fromkeys(train.notes, "training")
     further = functions["weights"](cfg) if "weights" in functions else {}
     return Task(
         name=label(cfg),
@@ -114,7 +111,7 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
         weights={"format": cfg.format_reward, "answer": cfg.answer_reward} | further,
         grade=functions["grade"],
         format_reward_for=cfg.format_reward_for,
-        warnings=tuple(f"{role} questions: {line}" for line, role in roles.items()),
+        warnings=tuple(f"{role} questions: {note}" for note, role in roles.items()),
         data={f"{role}_{key}": value for role, questions in sets.items() for key, value in _summary(questions).items()},
     )
 
@@ -178,5 +175,4 @@ def _summary(questions: Questions) -> dict[str, Any]:
     for question in questions:
         content = [question.id, question.prompt, question.answer, dict(question.payload)]
         digest.update(json.dumps(content, sort_keys=True).encode() + b"\n")
-    left_out = sum(rows.count for rows in questions.left_out)
-    return {"questions": len(questions), "rows_left_out": left_out, "sha256": digest.hexdigest()}
+    return {"questions": len(questions), "rows_left_out": questions.rows_left_out, "sha256": digest.hexdigest()}

@@ -120,7 +120,7 @@ def _checked_questions(
         if len({question.id for question in questions}) < len(questions):
             raise ConfigError(f"{where} returned two questions of one id.")
         known = Questions.of(questions)
-        return Questions(known, known.left_out, [*known.notes, *notes])
+        return Questions(known, known.rows_left_out, [*known.notes, *notes])
 
     return checked
 

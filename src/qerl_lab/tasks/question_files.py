@@ -14,7 +14,7 @@ from typing import Any
 from qerl_lab.config.message import first_line, say_hub_is_asked
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.schema import TaskConfig
-from qerl_lab.tasks.questions import BadRow, LeftOut, Question, Questions, is_heldout, wording
+from qerl_lab.tasks.questions import BadRow, Question, Questions, is_heldout, note_bad_rows, wording
 
 SUFFIXES = (".jsonl", ".parquet")
 BATCH_ROWS = 1024
@@ -119,15 +119,15 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
                 raise BadRow(f"has the id {name!r} of a row before it")
         except BadRow as error:
             bad.append(f"{where} {error}")
-    left_out = LeftOut(len(bad), total, bad[0] if bad else "")
     numbered = " task.columns.id=NAME (empty numbers the rows)" if source.columns.get("id") else ""
-    left_out.check(
+    remedy = (
         "Check task.path (a line of .jsonl must be one JSON object), or say which columns to read: "
         f"task.columns.question=NAME task.columns.answer=NAME{numbered}."
     )
+    notes = note_bad_rows(bad, total, remedy)
     by_hash = source.test is None
     kept = (q for q in found.values() if not by_hash or is_heldout(wording(q.prompt), ONE_IN) == of_heldout)
-    return Questions(kept, [left_out])
+    return Questions(kept, len(bad), notes)
 
 
 def is_local(path: str, prefix: str = "task.path=") -> bool:

@@ -37,37 +37,30 @@ class BadRow(ValueError):
     """
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """A summary of rows left out: how many (`count`) of all `rows`, and location and error of the first such row."""
-
-    count: int
-    rows: int
-    first: str
-
-    def __str__(self) -> str:
-        return f"{self.count:,} of {self.rows:,} rows are bad and left out; the first: {self.first}"
-
-    def check(self, remedy: str) -> None:
-        """Raise ConfigError if over 1% of the rows were left out, because then the file or its columns are wrong.
-
-        The advice `remedy` ends the error message.
-        """
-        if self.count > 0.01 * self.rows:
-            raise ConfigError(f"{self}, and more than 1% is an error. {remedy}")
-
-
 class Questions(list[Question]):
-    """A list of questions, with summaries of rows left out (`left_out`) and notes for the user (`notes`)."""
+    """A list of questions, with the number of rows that were left out as bad, and notes for the user."""
 
-    def __init__(self, questions: Iterable[Question], left_out: Sequence[LeftOut] = (), notes: Sequence[str] = ()):
+    def __init__(self, questions: Iterable[Question], rows_left_out: int = 0, notes: Iterable[str] = ()):
         super().__init__(questions)
-        self.left_out, self.notes = [rows for rows in left_out if rows.count], list(notes)
+        self.rows_left_out, self.notes = rows_left_out, list(notes)
 
     @classmethod
     def of(cls, questions: list[Question]) -> "Questions":
-        """Return Questions unchanged, and a plain list as Questions without summaries and notes."""
+        """Return Questions unchanged, and a plain list as Questions of which no row was left out, without notes."""
         return questions if isinstance(questions, Questions) else cls(questions)
+
+
+def note_bad_rows(bad: Sequence[str], rows: int, remedy: str) -> list[str]:
+    """Return a note on the bad rows of all `rows`, or none if `bad`, their locations and errors, is empty.
+
+    Raises ConfigError if they are over 1%, because then the file or its columns are wrong; `remedy` ends the message.
+    """
+    if not bad:
+        return []
+    note = f"{len(bad):,} of {rows:,} rows are bad and left out; the first: {bad[0]}"
+    if len(bad) > 0.01 * rows:
+        raise ConfigError(f"{note}, and more than 1% is an error. {remedy}")
+    return [note]
 
 
 def label(cfg: TaskConfig) -> str:
