@@ -66,7 +66,7 @@ def judge(given: str, known: str) -> bool | None:
     given, known = plain(given), plain(known)
     if given and compact(given) == compact(known):
         return True
-    form, gold = _form(given), _form(known)
+    form, gold = read(given), read(known)
     if form is not None and gold is not None:
         from qerl_lab.tasks.answers.equality import equal  # imports mpmath, which checking a command does not need
 
@@ -93,14 +93,6 @@ def number(text: str) -> Decimal | None:
     text = text.strip().replace("\N{MINUS SIGN}", "-")
     found = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_DIGITS else None
     return Decimal(found[1] + found[2].replace(",", "")) if found else None
-
-
-def _form(text: str) -> Form | None:
-    """Parse an answer that `plain` has normalized. Return None if it cannot be read."""
-    try:
-        return read(text)
-    except (Unreadable, RecursionError):
-        return None
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:

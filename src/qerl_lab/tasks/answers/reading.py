@@ -1,6 +1,6 @@
 """Parse the form of an answer: split at unions, commas and signs, open brackets, parse what is left.
 
-Every function here raises Unreadable if a text has no such form.
+Every function here but `read` raises Unreadable if a text has no such form.
 """
 
 import re
@@ -63,9 +63,12 @@ _NAME = re.compile(  # a variable or a word; with an argument: f(x), P(X=2), f^{
 
 
 @lru_cache(maxsize=4096)
-def read(text: str) -> Form:
-    """Parse an answer, normalized by `surface.plain`, into its form (see forms.py). Raises Unreadable if that fails."""
-    return _read(text, nesting=0)
+def read(text: str) -> Form | None:
+    """Parse an answer, normalized by `surface.plain`, into its form (see forms.py). Return None if it has no form."""
+    try:
+        return _read(text, nesting=0)
+    except (Unreadable, RecursionError):
+        return None
 
 
 def _read(text: str, nesting: int, listed: bool = False) -> Form:
