@@ -6,11 +6,10 @@ from typing import Any
 
 from qerl_lab.cli.grammar import Command, main_of
 from qerl_lab.config.option import option
-from qerl_lab.config.rules import check_store
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import metrics_table
 from qerl_lab.system import exits
-from qerl_lab.tracking.mlflow import prepare_mlflow, resync
+from qerl_lab.tracking.mlflow import resync
 
 
 @dataclass
@@ -28,30 +27,12 @@ class TableOptions:
     """No options."""
 
 
-def fill_mlflow(options: ResyncOptions) -> None:
-    """Fill MLflow from the record in `options.run_dir`, and print what was added.
-
-    Raises ConfigError if the record is missing or damaged, or the given store is not one; ConnectionError if MLflow
-    fails or cannot be reached.
-    """
-    if options.uri:
-        check_store("uri", options.uri)
-    prepare_mlflow()
-    from mlflow.exceptions import MlflowException
-
-    try:
-        print(resync(RunDirectory(Path(options.run_dir).expanduser()), options.uri))
-    except (MlflowException, OSError) as error:  # OSError: the file of an sqlite store cannot be created
-        advice = "Type the command again once the store answers, or add uri=STORE."
-        raise ConnectionError(f"not resynced. {error}. {advice}") from error
-
-
 COMMANDS: dict[str, Command[Any]] = {
     "resync": Command(
         "python -m qerl_lab.tracking resync RUN_DIR",
         "Fill MLflow from a run directory, without duplicates.",
         ResyncOptions,
-        fill_mlflow,
+        lambda options: print(resync(RunDirectory(Path(options.run_dir).expanduser()), options.uri)),
         examples=(
             ("python -m qerl_lab.tracking resync runs/nvfp4_aqn/seed0/20260131-120000", "into the run's own store"),
             (

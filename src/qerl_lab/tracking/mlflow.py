@@ -226,8 +226,10 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     """Fill MLflow from the record in a run directory; return a line describing what was added.
 
     `uri` replaces the run's own store (see `mlflow_uri`). Raises ConfigError if the record is missing or damaged, or
-    `uri` is no address of a store, and MLflow's exceptions if the store fails.
+    `uri` is no address of a store; ConnectionError if MLflow fails or cannot be reached.
     """
+    if uri:
+        check_store("uri", uri)
     cfg = directory.config()
     if directory.status == "not run":
         raise ConfigError(
@@ -240,10 +242,16 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     cfg.tracking.uri = uri or cfg.tracking.uri
     check_store_variable(cfg)
     prepare_mlflow()
-    run = MlflowMirror(cfg, directory)
-    points = run.update()
+    from mlflow.exceptions import MlflowException
+
     end = lines[-1]["time"] if lines else time.time()
-    files = run.close(STATUSES[directory.status], directory.result(), end)
+    try:
+        run = MlflowMirror(cfg, directory)
+        points = run.update()
+        files = run.close(STATUSES[directory.status], directory.result(), end)
+    except (MlflowException, OSError) as error:  # OSError: the file of an sqlite store cannot be created
+        advice = "Type the command again once the store answers, or add uri=STORE."
+        raise ConnectionError(f"not resynced. {error}. {advice}") from error
     did = f"{directory.mirror()['uri']}: {'created' if run.created else 'found'} run {run.run_id}, added {points}"
     return f"{did} points and {run.params_added} parameters, stored {files} artifacts"
 
