@@ -10,6 +10,7 @@ import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,14 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
             f"{cfg.module} defines {there[0]} but not {missing}: the {role} questions are those of task={cfg.name}"
         ]
     for name in {"train", "heldout", "worked"} & set(functions):
-        functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name], notes)
+        where = f"task.module={cfg.module}: {name}(cfg)"
+        functions[name] = partial(_checked_questions, where, functions[name], notes)
     if "weights" in functions and "grade" not in functions:
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
     if "grade" in functions:
         weights = functions.get("weights") or of_task.get("weights")
         parts = _weighted_parts(cfg, weights(cfg)) if weights else set()
-        functions["grade"] = _checked_grade(cfg, functions["grade"], parts, are_required="weights" in functions)
+        functions["grade"] = partial(_checked_grade, cfg.module, functions["grade"], parts, "weights" in functions)
     return functions
 
 
@@ -97,75 +99,66 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
 
 
 def _checked_questions(
-    where: str, function: Callable[..., Any], notes: Sequence[str]
-) -> Callable[[TaskConfig], list[Question]]:
-    """Wrap a function that returns questions: the wrapper raises ConfigError for invalid questions or equal ids.
+    where: str, function: Callable[..., Any], notes: Sequence[str], cfg: TaskConfig
+) -> list[Question]:
+    """Return the questions of the user's `function(cfg)`, with `notes` added to their notes.
 
-    `where` names the function in error messages. The wrapper adds `notes` to the notes of the questions.
+    `where` names the function in error messages. Raises ConfigError for invalid questions or equal ids.
     """
-
-    def checked(cfg: TaskConfig) -> list[Question]:
-        questions = function(cfg)
-        if not isinstance(questions, list) or not all(isinstance(question, Question) for question in questions):
-            raise ConfigError(f"{where} must return a list of qerl_lab.tasks.Question.")
-        for question in questions:
-            try:
-                "".join((question.id, question.prompt, question.answer))
-                json.dumps(dict(question.payload))
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{where} returned the question {question.id!r:.80}; its id, prompt and answer must be text, and "
-                    f"its payload what JSON holds: {first_line(error)}."
-                ) from error
-        if len({question.id for question in questions}) < len(questions):
-            raise ConfigError(f"{where} returned two questions of one id.")
-        known = Questions.of(questions)
-        return Questions(known, known.rows_left_out, [*known.notes, *notes])
-
-    return checked
+    questions = function(cfg)
+    if not isinstance(questions, list) or not all(isinstance(question, Question) for question in questions):
+        raise ConfigError(f"{where} must return a list of qerl_lab.tasks.Question.")
+    for question in questions:
+        try:
+            "".join((question.id, question.prompt, question.answer))
+            json.dumps(dict(question.payload))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{where} returned the question {question.id!r:.80}; its id, prompt and answer must be text, and "
+                f"its payload what JSON holds: {first_line(error)}."
+            ) from error
+    if len({question.id for question in questions}) < len(questions):
+        raise ConfigError(f"{where} returned two questions of one id.")
+    known = Questions.of(questions)
+    return Questions(known, known.rows_left_out, [*known.notes, *notes])
 
 
 def _checked_grade(
-    cfg: TaskConfig, function: Callable[..., Any], weighted: set[str], are_required: bool
-) -> Callable[..., Scores]:
-    """Wrap `function`, which is `grade` of the user's task file, so that its result is checked.
+    module: str, function: Callable[..., Any], weighted: set[str], are_required: bool,
+    texts: Sequence[str], questions: Sequence[Question],
+) -> Scores:  # fmt: skip
+    """Return the scores of `function(texts, questions)`, where `function` is `grade` of the user's file `module`.
 
-    The wrapper raises GraderFailed if `function` raises. It raises ConfigError if a part of the result is not one score
-    from 0 to 1 per text, or if the result has the wrong parts: "format" and "answer" are required, and with
-    `are_required` the parts in `weighted`; allowed are PARTS and the parts in `weighted`.
+    Raises GraderFailed if `function` raises. Raises ConfigError if a part of the result is not one score from 0 to 1
+    per text, or if the result has the wrong parts: "format" and "answer" are required, and with `are_required` the
+    parts in `weighted`; allowed are PARTS and the parts in `weighted`.
     """
+    import numpy as np
 
-    assert cfg.module is not None
-    module, where = cfg.module, f"task.module={cfg.module}: grade(texts, questions)"
-
-    def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-        import numpy as np
-
+    where = f"task.module={module}: grade(texts, questions)"
+    try:
+        given = function(texts, questions)
+    except Exception as error:  # the user's code can raise anything
+        raise GraderFailed(f"{where} raised {_describe_error(error, module)}.") from error
+    required = {"format", "answer", *(weighted if are_required else ())}
+    if not isinstance(given, dict) or not required <= set(given) <= {*PARTS, *weighted}:
+        keys = f"the keys {', '.join(map(str, given)) or 'none'}" if isinstance(given, dict) else f"{given!r:.80}"
+        raise ConfigError(
+            f"{where} must return a dict of scores with the keys format, answer and those of weights(cfg), here "
+            f"{', '.join(sorted(weighted)) or 'none'}; and returned {keys}."
+        )
+    scores: Scores = {}
+    for part, values in given.items():
         try:
-            given = function(texts, questions)
-        except Exception as error:  # the user's code can raise anything
-            raise GraderFailed(f"{where} raised {_describe_error(error, module)}.") from error
-        required = {"format", "answer", *(weighted if are_required else ())}
-        if not isinstance(given, dict) or not required <= set(given) <= {*PARTS, *weighted}:
-            keys = f"the keys {', '.join(map(str, given)) or 'none'}" if isinstance(given, dict) else f"{given!r:.80}"
+            scores[part] = np.asarray(values, np.float64)
+        except (TypeError, ValueError):
+            scores[part] = np.array(np.nan)
+        if scores[part].shape != (len(texts),) or not ((scores[part] >= 0) & (scores[part] <= 1)).all():
             raise ConfigError(
-                f"{where} must return a dict of scores with the keys format, answer and those of weights(cfg), here "
-                f"{', '.join(sorted(weighted)) or 'none'}; and returned {keys}."
+                f"{where} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}, "
+                f"and returned {_describe_wrong_scores(values, questions)}."
             )
-        scores: Scores = {}
-        for part, values in given.items():
-            try:
-                scores[part] = np.asarray(values, np.float64)
-            except (TypeError, ValueError):
-                scores[part] = np.array(np.nan)
-            if scores[part].shape != (len(texts),) or not ((scores[part] >= 0) & (scores[part] <= 1)).all():
-                raise ConfigError(
-                    f"{where} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}, "
-                    f"and returned {_describe_wrong_scores(values, questions)}."
-                )
-        return scores
-
-    return checked
+    return scores
 
 
 def _describe_wrong_scores(values: Any, questions: Sequence[Question]) -> str:
