@@ -177,17 +177,13 @@ def _describe_wrong_scores(values: Any, questions: Sequence[Question]) -> str:
     if len(several) != len(questions):
         return f"{len(several)}: {reprlib.repr(values)}"
     for number, (value, question) in enumerate(zip(several, questions, strict=True), start=1):
-        if not _is_score(value):
+        try:
+            is_score = 0 <= float(value) <= 1
+        except (TypeError, ValueError):
+            is_score = False
+        if not is_score:
             return f"{reprlib.repr(value)} for text {number}, an answer to question {question.id}"
     return reprlib.repr(values)
-
-
-def _is_score(value: Any) -> bool:
-    """Tell whether a value is a number from 0 to 1, or can be read as one."""
-    try:
-        return 0 <= float(value) <= 1
-    except (TypeError, ValueError):
-        return False
 
 
 def _describe_error(error: Exception, module: str) -> str:
