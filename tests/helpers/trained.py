@@ -71,7 +71,6 @@ def train(
     cursor = Cursor(select(cfg, policy, task or tasks.load(cfg.task)))
     trainer = LabTrainer(cfg, policy, engine, cursor, folder, stop or Stop())
     trainer.on_step = lambda *step: trained.keep(*step)
-    trainer.before_save = lambda: {"config": {}}
     trainer.vllm_importance_sampling_correction |= is_old
     trained = Trained(trainer, engine)
     trainer.add_callback(Gradients(trained))

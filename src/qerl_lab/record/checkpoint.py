@@ -17,6 +17,7 @@ from typing import Any
 
 from qerl_lab.config.option import parse_json
 from qerl_lab.config.paths import sha256
+from qerl_lab.record.metrics import METRICS_FILE
 from qerl_lab.system.exits import FULL
 
 PROBE_BYTES = 2**20
@@ -59,8 +60,9 @@ def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
     """Write the checkpoint of `state["step"]` below `folder` atomically, delete old ones, and return its path.
 
-    Keeps the newest `keep` checkpoints up to this step. Deletes checkpoints of later steps too: they must be
-    damaged, because otherwise the run would have resumed from them.
+    First waits until metrics.jsonl, beside `folder`, is on the disk: a checkpoint must not survive a crash of the
+    machine without its steps. Keeps the newest `keep` checkpoints up to this step. Deletes checkpoints of later steps
+    too: they must be damaged, because otherwise the run would have resumed from them.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -80,8 +82,9 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
         files = sorted(path for path in aside.rglob("*") if path.is_file())
         digests = {str(path.relative_to(aside)): sha256(path) for path in files}
         (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
-        for path in [*files, aside / MANIFEST, aside]:
-            _flush_to_disk(path)
+        for path in [folder.parent / METRICS_FILE.name, *files, aside / MANIFEST, aside]:
+            if path.exists():
+                _flush_to_disk(path)
     except Exception as error:
         full = None if isinstance(error, OSError) else _find_disk_full(aside, final)
         shutil.rmtree(aside)  # a partial checkpoint would keep a full disk full

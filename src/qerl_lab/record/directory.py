@@ -493,11 +493,6 @@ class RunDirectory:
         METRICS_FILE.cut(self.path, last_step)
         SAMPLES_FILE.cut(self.path, last_step)
 
-    def flush_metrics(self) -> None:
-        """Wait until every line of metrics.jsonl is on the disk and survives a crash of the machine."""
-        with (self.path / METRICS_FILE.name).open("rb") as file:
-            os.fsync(file.fileno())
-
     def checked_metrics(self) -> list[MetricsLine]:
         """Check every file of the record; return the lines of metrics.jsonl. Raises ConfigError if one is damaged.
 

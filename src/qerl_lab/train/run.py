@@ -314,11 +314,7 @@ def record_steps(session: Session, tracker: Tracker, trainer: LabTrainer, bar: t
         for sign, advice in watch.add_step(metrics).items():
             terminal.say(f"warning, step {step}: {sign}. {advice}")
 
-    def flush_and_describe_config() -> dict[str, object]:
-        directory.flush_metrics()
-        return {"config": settings_of_run(session.cfg)}
-
-    trainer.on_step, trainer.before_save = record_step, flush_and_describe_config
+    trainer.on_step, trainer.settings = record_step, settings_of_run(session.cfg)
 
 
 def conclude(session: Session, tracker: Tracker) -> None:

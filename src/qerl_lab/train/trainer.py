@@ -54,7 +54,7 @@ class LabTrainer(GRPOTrainer):
     Attributes:
         on_step: called after every step with the step and all its metrics.
         after_step: called after `on_step` with the step, on every rank, before the checkpoint.
-        before_save: returns further state to store in a checkpoint.
+        settings: of the run (`arm.settings_of_run`), to store in its checkpoints.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LabTrainer(GRPOTrainer):
         self.stop, self.ranks = stop, ranks
         self.on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
         self.after_step: Callable[[int], None] = lambda step: None
-        self.before_save: Callable[[], dict[str, Any]] = dict
+        self.settings: dict[str, Any] = {}
         device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
         self.clock = Clock(device_done, ranks)
         self.level = NoiseLevel(cfg)  # sigma of each step
@@ -457,9 +457,11 @@ class LabTrainer(GRPOTrainer):
         if not self.ranks.is_first:
             write_trainer_files(None)
             return
-        state = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
-        state["micro_batch_size"] = self.cfg.optim.micro_batch_size
-        checkpoint.save(Path(checkpoints), state | self.before_save(), write_trainer_files, self.cfg.checkpoint.kept)
+        state = {
+            "step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state,
+            "micro_batch_size": self.cfg.optim.micro_batch_size, "config": self.settings,
+        }  # fmt: skip
+        checkpoint.save(Path(checkpoints), state, write_trainer_files, self.cfg.checkpoint.kept)
 
 
 class _StepCallback(TrainerCallback):

@@ -12,7 +12,6 @@ import pytest
 from qerl_lab.config.paths import sha256
 from qerl_lab.record import checkpoint
 from qerl_lab.record.checkpoint import MANIFEST, STATE, last_step, load, newest, save, set_damaged_aside
-from qerl_lab.record.directory import RunDirectory
 
 FILES = {"adapter_model.safetensors": b"\x01" * 4000, "optimizer.pt": b"\x02" * 900, "sub/rng_state.pth": b"\x03" * 70}
 
@@ -181,7 +180,6 @@ def test_what_is_flushed_is_on_the_disk(tmp_path, monkeypatch) -> None:
     synced = set[str]()
     monkeypatch.setattr(os, "fsync", lambda opened: synced.add(Path(f"/proc/self/fd/{opened}").resolve().name))
     (tmp_path / "metrics.jsonl").touch()
-    RunDirectory(tmp_path).flush_metrics()
     saved(tmp_path / "checkpoints", 1)
     assert synced >= {"metrics.jsonl", "checkpoints", "optimizer.pt", MANIFEST}
 
