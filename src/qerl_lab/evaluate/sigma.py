@@ -12,7 +12,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig
 from qerl_lab.config.spelling import spell_list
 from qerl_lab.evaluate import kl
-from qerl_lab.evaluate.entropy import compare_to_dense, read_questions, run_config, sample_texts
+from qerl_lab.evaluate.entropy import compare_to_dense, run_config, sample_texts
 from qerl_lab.evaluate.evaluate_options import EntropyOptions, SigmaOptions
 from qerl_lab.evaluate.format_effects import compare_noisy_to_clean
 from qerl_lab.formats import FORMATS
@@ -32,7 +32,7 @@ def run(options: SigmaOptions) -> None:
     require_dense(folder, f"model={options.model}", "against which the KL is measured. Type its path.")
     device = policy.device_of("auto")
     texts_options = EntropyOptions(model=options.model, questions=QUESTIONS, max_completion_tokens=64)
-    texts = sample_texts(texts_options, read_questions(texts_options), device)
+    texts = sample_texts(texts_options, device)
     norms = list(dict.fromkeys(name.rpartition(".")[2] for name in texts.policy.norms))
     if not norms:
         raise ConfigError(

@@ -9,4 +9,4 @@ from qerl_lab.evaluate.evaluate_options import EntropyOptions
 def texts() -> entropy.Texts:
     torch.set_num_threads(1)
     options = EntropyOptions(questions=6, max_completion_tokens=16, batch_size=4)
-    return entropy.sample_texts(options, entropy.read_questions(options), torch.device("cpu"))
+    return entropy.sample_texts(options, torch.device("cpu"))

@@ -130,9 +130,9 @@ def test_all_formats_are_all_packed_ones_and_a_dense_checkpoint_is_none() -> Non
 
 
 def test_another_seed_samples_other_completions() -> None:
-    asked = [EntropyOptions(questions=2, max_completion_tokens=8, seed=seed) for seed in (0, 1)]
     one, other = (
-        entropy.sample_texts(options, entropy.read_questions(options), torch.device("cpu")) for options in asked
+        entropy.sample_texts(EntropyOptions(questions=2, max_completion_tokens=8, seed=seed), torch.device("cpu"))
+        for seed in (0, 1)
     )
     assert one.pairs != other.pairs
 
