@@ -105,7 +105,8 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 def draw_effects(rows: Sequence[Row]) -> Figure | None:
     """Draw the effects of contrasts with 95% intervals, a panel per claim, and the paper's effects as diamonds.
 
-    A legend names the marks. Returns None if no row has numbers.
+    An open circle is a contrast with fewer seeds than a verdict needs. A legend names the marks. Returns None if no row
+    has numbers.
     """
     measured = [row for row in rows if row.numbers]
     panels = [list(own) for _, own in groupby(measured, lambda row: row.claim.name)]  # the rows of a claim each
@@ -126,6 +127,8 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         Line2D([], [], color="black", marker="o", label="measured, 95% interval"),
         Line2D([], [], **SMALLEST, label="smallest effect that matters"),
     ]
+    if not all(row.judged for row in measured):
+        marks.append(Line2D([], [], color="black", marker="o", mfc="white", label="too few seeds for a verdict"))
     if any(row.contrast.printed for row in measured):
         marks.append(Line2D([], [], **PRINTED, label="the paper's effect"))
     columns = 3 if across > 1 else 1  # one panel is narrower than two entries of the legend
@@ -157,7 +160,8 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
         mean, *ends = row.numbers.effect
         widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
         shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
-        axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", capsize=3)
+        inside = shade if row.judged else "white"
+        axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", mfc=inside, capsize=3)
         for edge, end in enumerate(ends):
             if not math.isfinite(end):
                 arrow = {"arrowstyle": "->", "color": shade, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}

@@ -113,6 +113,16 @@ def test_effects_have_a_panel_per_claim_and_the_papers_values_beside(found: Comp
     assert diagnostics.draw_effects([row for row in rows if not row.numbers]) is None
 
 
+def test_a_contrast_of_too_few_seeds_for_a_verdict_is_an_open_circle(found: Comparison) -> None:
+    row = next(row for row in verdicts.judge(found.counted, found.runs) if row.numbers)
+    for seeds, is_open in ((row.claim.file.seeds, False), (row.claim.file.seeds - 1, True)):
+        figure = diagnostics.draw_effects([replace(row, numbers=replace(row.numbers, seeds=seeds))])
+        (circle,) = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+        assert (circle.get_markerfacecolor() == "white") == is_open
+        names = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert ("too few seeds for a verdict" in names) == is_open
+
+
 def test_an_end_without_a_bound_is_an_arrow_and_a_ratio_has_no_unit(found: Comparison) -> None:
     row = next(row for row in verdicts.judge(found.counted, found.runs) if row.numbers)
     mean, low, _ = row.numbers.effect
