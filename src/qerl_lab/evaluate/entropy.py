@@ -97,9 +97,9 @@ def run(options: EntropyOptions) -> None:
         raise ConfigError(f"out={options.out} holds results. Type another out, or overwrite=true to replace them.")
     device = policy.device_of(options.device)
     arms = list(arms_to_measure(options))
-    read_questions(options)  # raises before a directory is made
-    make_directory(out, f"out={out}")
-    texts = sample_texts(options, device)
+    task = read_questions(options)
+    make_directory(out, f"out={out}")  # before the model answers, and after all that may be refused
+    texts = sample_texts(options, device, task)
     print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
     rows = [{"arm": "dense", **entropy_columns(texts.entropies_T, texts)}]
     with terminal.ProgressBar("models", len(arms), unit="model") as bar:
@@ -162,13 +162,13 @@ def read_questions(options: EntropyOptions) -> Task:
     return task
 
 
-def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
+def sample_texts(options: EntropyOptions, device: torch.device, task: Task | None = None) -> Texts:
     """Sample one completion per question from the dense model at temperature 1.
 
-    Also measures the model's hidden states and entropy at each completion token. Raises ConfigError as
+    Also measures the model's hidden states and entropy at each completion token. `task` has the questions; None calls
     `read_questions`.
     """
-    task = read_questions(options)
+    task = task or read_questions(options)
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device, fits_norms=True)
     prompts = [dense.chat.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]

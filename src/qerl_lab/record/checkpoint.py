@@ -150,8 +150,7 @@ def set_damaged_aside(folder: Path, step: int) -> None:
 def load(path: Path) -> Saved:
     """Verify the checkpoint in the folder `path` and read its state.
 
-    Raises OSError if a file is missing, ValueError if one does not match its checksum or the state
-    has no checksum.
+    Raises OSError if a file is missing, ValueError if one does not match its checksum or the state has no checksum.
     """
     digests = parse_json((path / MANIFEST).read_text())
     if not isinstance(digests, dict) or STATE not in digests:

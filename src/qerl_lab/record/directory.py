@@ -296,18 +296,17 @@ class RunDirectory:
         """Read resolved.yaml as text. Raises OSError if the file cannot be read."""
         return (self.path / RESOLVED).read_text(encoding="utf-8")
 
-    def refuse_edited_config(self) -> None:
-        """Raise ConfigError if resolved.yaml differs from the configuration in the newest checkpoint.
+    def refuse_edited_config(self, name: str, saved: Mapping[str, Any]) -> None:
+        """Raise ConfigError if resolved.yaml differs from `saved`, the configuration in the checkpoint `name`.
 
-        Compares the settings that the checkpoint has: those that sessions of a run share (`arm.settings_of_run`). A
-        version that lacked a key of `arm.ADDED` used its value there. If the run was extended after the checkpoint, it
-        may have more steps.
+        Compares the settings that the checkpoint has: those that sessions of a run share (`arm.settings_of_run`). An
+        empty `saved` passes. A version that lacked a key of `arm.ADDED` used its value there. If the run was extended
+        after the checkpoint, it may have more steps.
         """
-        name, saved = checkpoint.newest_config(self.checkpoints)
         if not saved:
             return
         now = arm.model_by_content({**arm.ADDED, **dict(arm.flatten(self._config_values()))})
-        then = saved | {key: value for key, value in arm.ADDED.items() if key not in saved}
+        then = {**arm.ADDED, **saved}
         steps, extended = saved.get("steps"), now.get("extended")
         if isinstance(extended, list) and steps in extended:  # the checkpoint is older than the extension
             now |= {"steps": steps, "extended": extended[: extended.index(steps)]}
@@ -344,7 +343,7 @@ class RunDirectory:
         saved = checkpoint.newest(self.checkpoints)
         if saved is None:
             return None
-        self.refuse_edited_config()
+        self.refuse_edited_config(saved.path.name, saved.config)
         lines = self.metrics()  # raises for a damaged line, and says what to do
         try:
             metrics.check_steps([line for line in lines if line["step"] <= saved.step], saved.step)
@@ -364,12 +363,12 @@ class RunDirectory:
         """
         began = self.environment()
         then = began.get("data") or {}  # older versions of the lab do not record the questions
-        sha, remedy = began.get("git_sha"), ""
-        if sha not in (None, "unknown", environment.git_state()[0]):
-            remedy = f", resume with commit {sha[:8]} of the lab, which began it"
         for role in ("training", "heldout"):
             count, digest = f"{role}_questions", f"{role}_sha256"
             if digest in then and then[digest] != data[digest]:
+                sha, remedy = began.get("git_sha"), ""
+                if sha not in (None, "unknown", environment.git_state()[0]):
+                    remedy = f", resume with commit {sha[:8]} of the lab, which began it"
                 raise ConfigError(
                     f"the {role} questions have changed since the run began: now {data[count]:,} with SHA-256 "
                     f"{data[digest][:12]}, at the start {then[count]:,} with {then[digest][:12]}. "
@@ -500,7 +499,7 @@ class RunDirectory:
         up to the newest checkpoint once, and all configured steps if the run is finished.
         """
         if self.is_claimed:
-            self.refuse_edited_config()
+            self.refuse_edited_config(*checkpoint.newest_config(self.checkpoints))
         is_done = self.status == "done"
         settings = self.settings() if is_done else {}
         for read in (self.result, self.environments, self.sessions, self.mirror):  # each raises for a damaged file

@@ -204,8 +204,9 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
 
 
 def _parse_contrast(values: Any, arms: Mapping[str, Settings], is_ratio: bool, where: str) -> Contrast:
-    """Build one contrast from `values`, its entry in the claim; `is_ratio` and `where` are the claim's kind and name.
+    """Build one contrast from `values`, its entry in a claim.
 
+    `is_ratio` tells whether the claim's measure is a ratio; `where` names the claim in messages.
     Raises ValueError for an unknown arm, and if the paper lacks a number of `printed`.
     """
     fields = check_fields(values, OF_CONTRAST, OPTIONAL_OF_CONTRAST, f"{where}, a contrast")

@@ -206,7 +206,7 @@ def _is_line(chosen: Values, curve: Curve) -> bool:
 
 
 def _axis_limits(drawn: tuple[float, float], chosen: Values, curve: Curve) -> tuple[float, float]:
-    """Return (low, high) of the y axis. `drawn` are the limits that matplotlib chose.
+    """Choose the limits (low, high) of the y axis; `drawn` are those that matplotlib chose.
 
     Lines get less room than matplotlib gives them, so that wide bands do not flatten them: a quarter of the values'
     range above and below. Points before and after training keep their whole intervals. No limit goes beyond

@@ -267,7 +267,10 @@ def _measure_side(
 
 
 def _measure_option(measure: str, runs: Sequence[Run], controls: Sequence[Run], seeds: Sequence[int]) -> Range:
-    """Return the bounds of `measure` for the given seeds of the runs at one value of the swept key."""
+    """Measure the runs at one value of the swept key: return lower and upper bounds of `measure` for the given seeds.
+
+    `controls` are the runs of the control side, which some measures need. For a ratio the bounds are logarithms.
+    """
     definition = MEASURES[measure]
     low = definition.of(runs, controls).dropna(axis=1).loc[list(seeds)]
     high = low if definition.most is None else low.where(low <= definition.most(runs[0]), np.inf)

@@ -110,11 +110,12 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
         name = f"formats{f'-{number}' if number > 1 else ''}-by-step"
         about = f"Reward, entropy and held-out accuracy of {', '.join(group)}"
         drawn["Weight formats"].append(Drawn(name, about, palette.png(curves.draw_formats(arms, group, title))))
+    of_alone = curves.recorded_curves(alone)
     for curve in curves.recorded_curves(arms):
         drawn[curve.title] = []
         is_speed = curve.metric.endswith("tokens_per_second")
         for by, chosen in ((curves.STEP, alone if is_speed else arms), (curves.CLOCK, alone)):
-            if curve in curves.recorded_curves(chosen):
+            if chosen is arms or curve in of_alone:
                 about = f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}"
                 image = palette.png(curves.draw(chosen, curve, by, baseline, styles))
                 drawn[curve.title].append(Drawn(f"{curve.name}-{BY[by]}", about, image))

@@ -95,12 +95,12 @@ def select_row(where: Mapping[str, str]) -> pd.Series:
 
 
 def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool) -> tuple[str, float]:
-    """Return (source, effect): the paper's number `treated` minus `control`, or with `ratio` divided by it.
+    """Compare two numbers of the paper: return where they stand, and `treated` - `control`; with `ratio` the quotient.
 
-    `treated` and `control` are column values, as in `select_row`. Two curves of one figure are compared only at steps
-    at which both are known. The source names table or figure, model and, of a curve, the larger reading error.
-    Accuracies, which the paper prints in percent, become fractions. Raises KeyError as `select_row`. Neither table nor
-    metric must be among the given columns, as others may suffice to find the number.
+    `treated` and `control` are column values that find a number each (`select_row`). Where they stand is table or
+    figure, model, and for a curve the larger reading error. Two curves of one figure are compared only at steps at
+    which both are known. Differences of accuracies, which the paper prints in percent, become fractions. Raises
+    KeyError if a number is not found.
     """
     treated_row, control_row = select_row(treated), select_row(control)
     of_treated, of_control = treated_row["number"], control_row["number"]

@@ -131,7 +131,7 @@ def test_of_a_damaged_checkpoint_no_configuration_is_known(tmp_path: Path, harm:
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
     harm(save_checkpoint(run, 4))
     assert checkpoint.newest_config(run.checkpoints) == ("", {})
-    run.refuse_edited_config()
+    run.refuse_edited_config(*checkpoint.newest_config(run.checkpoints))
 
 
 def test_an_extended_run_may_have_more_steps_than_its_checkpoint(tmp_path: Path) -> None:
