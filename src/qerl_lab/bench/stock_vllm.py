@@ -1,4 +1,4 @@
-"""Build the rollout baseline: unchanged vLLM with the adapter as a LoRARequest, in one process as in TRL.
+"""Build the rollout baseline: unchanged vLLM with the adapter as a LoRARequest, in the process of the caller.
 
 This is the only file outside `rollout/vllm/` that imports vllm: a baseline shares no code with the engine it judges.
 """
@@ -18,11 +18,12 @@ from qerl_lab.rollout.vllm.transfer import max_rank
 class StockSampler:
     """Unchanged vLLM on the checkpoint of a job, with the methods that `rollout.measure` calls.
 
-    The overrides of the arm are passed to `LLM` as arguments.
+    The overrides of the arm are passed to `LLM` as arguments. With `enable_lora=false` there is no adapter: this has the
+    speed of a model with the adapter merged into its weights, as TRL's BF16 has it.
     """
 
     def __init__(self, job: Job) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, as in TRL
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, as the lab's engine
         options, started = job.options, time.perf_counter()
         batch = max(options["batches"])
         given = {  # sizes of the lab's engine, vLLM's defaults for the rest
@@ -33,7 +34,8 @@ class StockSampler:
             "distributed_executor_backend": "uni",
         }  # fmt: skip
         self.llm = LLM(model=job.folder, **given | job.overrides)
-        self.request = LoRARequest("policy", 1, job.adapter)
+        with_adapter = self.llm.llm_engine.vllm_config.lora_config is not None
+        self.request = LoRARequest("policy", 1, job.adapter) if with_adapter else None
         self.row = {"start_seconds": time.perf_counter() - started}
 
     def renew(self) -> None:
@@ -41,7 +43,8 @@ class StockSampler:
 
         Raises RuntimeError if vLLM keeps the cache.
         """
-        self.llm.llm_engine.add_lora(LoRARequest("policy", 1, self.request.lora_path, load_inplace=True))
+        if self.request:
+            self.llm.llm_engine.add_lora(LoRARequest("policy", 1, self.request.lora_path, load_inplace=True))
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache")
 

@@ -93,7 +93,10 @@ def _draw_step_times(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -
     parts = parts.mul(rows["step_seconds"] / parts.sum(axis=1), axis=0).fillna(0.0)
     parts[NOT_SPLIT] = rows["step_seconds"] - parts.sum(axis=1)
     colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {NOT_SPLIT: {"color": "0.8"}}
-    ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
+    ragged = ""
+    if options.get("mean_tokens"):  # the arms sample lengths of their own, so seconds alone compare unequal work
+        ragged = f", mean_tokens={options['mean_tokens']:g}"
+        parts.index = [f"{arm}: {tokens:,.0f} tokens" for arm, tokens in rows["tokens"].items()]
     asked = f"{options['groups']} x {options['group_size']} completions of at most {options['new']:,} tokens{ragged}"
     title = f"GRPO step, {options['model']}, {gpu}\n{asked}"
     return _draw_bar_panels({"seconds of a step": parts}, title, colors)
