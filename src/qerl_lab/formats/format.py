@@ -1,5 +1,6 @@
 """The interface of a weight format, and `pack_fused`, which packs dense weights."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,10 @@ class Format(ABC):
     @abstractmethod
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return shape and dtype, by name, of each tensor that `quantize` makes of a weight of `shape` [N, K]."""
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of all packed tensors of a weight [`rows`, `columns`]."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.layout((rows, columns)).values())
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
         """Return the function that packs each part of one fused layer (q/k/v or gate/up); call it like `quantize`.

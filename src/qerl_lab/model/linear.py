@@ -1,6 +1,5 @@
 """`PackedLinear`, a Linear with a frozen packed weight, and functions that put it into a model."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -81,8 +80,7 @@ class PackedLinear(nn.Linear):
 
     def packed_bytes(self) -> int:
         """Return the bytes of this layer's packed tensors in checkpoint layout, without bias and dense cache."""
-        layout = self.weight_format.layout((self.out_features, self.in_features))
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+        return self.weight_format.packed_bytes(self.out_features, self.in_features)
 
     def _make_decoder(self) -> None:
         """Make the decoder of the held tensors, unless they are on the meta device, and drop the cached dense weight.
