@@ -146,15 +146,10 @@ def read_source(options: QuantizeOptions) -> Source:
         _check_weight(f"{layer}.weight", weights, model, folder)
     dense = [name for name in linears if name not in packed]
     tied = [name for name in dense if not is_ignored(name, ignore)]  # to an embedding
-    if isinstance(weight_format, Nf4):  # transformers takes a module for the beginning of names: layers.1 for layers.10
-        ignore = _replace_modules(ignore, linears)
-    try:
-        dtype = weights.dtype(f"{packed[0]}.weight")
-        config["quantization_config"] = weight_format.quantization_config([*ignore, *tied], dtype)
-    except ValueError as error:
-        raise ConfigError(
-            f"{typed} with format={options.format}: {error}. Type for example ignore=[lm_head,down_proj]."
-        ) from error
+    # transformers would take a module in the list of NF4 for the beginning of names: layers.1 for layers.10.
+    left_out = dense if isinstance(weight_format, Nf4) else [*ignore, *tied]
+    dtype = weights.dtype(f"{packed[0]}.weight")
+    config["quantization_config"] = weight_format.quantization_config(left_out, dtype)
     return Source(folder, weights, packed, dense, config)
 
 
@@ -179,12 +174,3 @@ def _check_weight(name: str, weights: WeightFiles, model: nn.Module, folder: Pat
     found, asked = list(weights.shape(name)), list(model.get_parameter(name).shape)
     if found != asked:
         raise ValueError(f"{weights.where(name)}: {name} has shape {found}, config.json asks for {asked}")
-
-
-def _replace_modules(ignore: list[str], linears: list[str]) -> list[str]:
-    """Replace each entry of `ignore` that names a module by the full names of the Linears in the module."""
-    names = list[str]()
-    for entry in ignore:
-        inside = [name for name in linears if name.startswith(f"{entry}.")]
-        names += inside or [entry]
-    return names
