@@ -7,11 +7,10 @@ that trainer and server see. `serve_line` prints the command that starts the ser
 import secrets
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -209,19 +208,14 @@ class VllmServerEngine(Engine):
         deadline = time.monotonic() + 60 * minutes
         pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
         jobs = self._requests = [pool.submit(self._complete, body, deadline) for body in bodies]
-        ended = SimpleQueue[Future[list[Completion]]]()
-        for job in jobs:
-            job.add_done_callback(ended.put)
-        done = 0
+        done, pending = 0, set(jobs)
         try:
-            while done < len(jobs):
-                try:
-                    ended.get(timeout=LOOK_SECONDS).result()
-                except Empty:
-                    on_done(0)
-                    continue
-                done += 1
-                on_done(group_size)
+            while pending:
+                ended, pending = wait(pending, LOOK_SECONDS, FIRST_COMPLETED)
+                for job in ended:
+                    job.result()
+                    done += 1
+                on_done(group_size * len(ended))
         except Unanswered:
             raise EngineFailed(
                 f"{self._server.name} finished {done} of {len(bodies)} groups in rollout.vllm.timeout_minutes="
