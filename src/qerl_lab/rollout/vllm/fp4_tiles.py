@@ -282,7 +282,7 @@ def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | N
     threads = how.groups * _GROUP + _OTHERS
     function = nvrtc.load_kernel(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
     maps = [nvrtc.tiles_map(x, shape.stride, how.rows, AT_A_TIME), nvrtc.rows_map(B, BLOCK, _RANKS)]
-    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [*maps, x, *tensors, shape], early=True)
+    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [*maps, x, *tensors, shape])
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 @cache
-def load_kernel(source: Path, name: str, device: int, variant: str = "", registers: int | None = None) -> Any:
+def load_kernel(source: Path, name: str, device: int, variant: str, registers: int) -> Any:
     """Compile `source`, load its kernel `name` with all shared memory allowed, and return its handle for `launch`.
 
     `device` is the number of the current GPU. `variant` is a line appended to the source: a template instantiation.
-    Raises RuntimeError unless the compiler gives a thread exactly `registers` registers (None: any number), because a
-    kernel that redistributes registers would hang with any other number.
+    Raises RuntimeError unless the compiler gives a thread exactly `registers` registers, because a kernel that
+    redistributes registers would hang with any other number.
     """
     major, minor = torch.cuda.get_device_capability(device)
     module = check_status(driver.cuModuleLoadData(compile_source(source, architecture(major, minor), variant)[0]))
@@ -28,7 +28,7 @@ def load_kernel(source: Path, name: str, device: int, variant: str = "", registe
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     check_status(driver.cuFuncSetAttribute(found, limit, shared_bytes(device)))
     given = check_status(driver.cuFuncGetAttribute(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, found))
-    if registers not in (None, given):
+    if given != registers:
         raise RuntimeError(f"{name} counts on {registers} registers a thread, and this compiler gave it {given}")
     return found
 
@@ -75,16 +75,15 @@ def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[
     return code, messages
 
 
-def launch(
-    function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any], early: bool = False
-) -> None:
+def launch(function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any]) -> None:
     """Launch a kernel from `load_kernel` on the current stream, which a CUDA graph may be capturing.
+
+    The kernel starts before the previous one has ended ("programmatic dependent launch" of the CUDA programming guide).
+    It must call `griddepcontrol.wait` before it reads what the previous one wrote.
 
     Args:
         blocks: thread blocks, each with `threads` threads and `shared_bytes` bytes of dynamic shared memory.
         arguments: tensors or None, passed as pointers, and ctypes values.
-        early: let the kernel start before the previous one has ended ("programmatic dependent launch" of the CUDA
-            programming guide). It must then call `griddepcontrol.wait` before it reads what the previous one wrote.
     """
     values = [_kernel_argument(argument) for argument in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -92,8 +91,7 @@ def launch(
     config.gridDimX, config.blockDimX, config.sharedMemBytes = blocks, threads, shared_bytes
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-    if early:
-        config.attrs, config.numAttrs = [_early_start_attribute()], 1
+    config.attrs, config.numAttrs = [_early_start_attribute()], 1
     check_status(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
@@ -106,7 +104,7 @@ def _kernel_argument(argument: Any) -> Any:
 
 @cache
 def _early_start_attribute() -> Any:
-    """Return the launch attribute that lets a kernel start before the previous one ends; see `early` of `launch`."""
+    """Return the launch attribute that lets a kernel start before the previous one ends; see `launch`."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
