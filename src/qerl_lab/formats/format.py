@@ -204,10 +204,7 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
     """
     if rows is None or len(weight) <= rows:
         return quantize(weight, name=name)
-    parts = [
-        quantize(part, name=f"{name}, row {i * rows} and following")
-        for i, part in enumerate(weight.detach().split(rows))
-    ]
+    parts = [quantize(part, name=name) for part in weight.detach().split(rows)]
     return {key: _join_rows([part[key] for part in parts]) for key in parts[0]}
 
 
