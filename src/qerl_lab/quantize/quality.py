@@ -5,10 +5,10 @@ All methods are measured the same way, tensor by tensor from the files. docs/qua
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -27,16 +27,6 @@ SCHEMA = 2  # 1 also had `kl`
 LOWEST = 5  # layers named in the table
 
 
-class MeasuredLayer(NamedTuple):
-    """One packed Linear: sums of squares of its weight and its rounding error, weight count, bytes of its tensors."""
-
-    name: str
-    signal: float
-    error: float
-    weights: int
-    bytes: int
-
-
 def measure(
     options: QuantizeOptions, source: Path, linears: list[str], folder: Path, device: torch.device
 ) -> dict[str, Any]:
@@ -49,15 +39,16 @@ def measure(
     fit_scales, is_calibrated = options.method == "awq", options.method != "rtn"
     weight_format = formats.build(options.format_config())
     sizes = {name: dense.bytes(f"{name}.weight") for name in linears}
-    layers = []
+    layers = {}
     with terminal.ProgressBar("comparing weights", sum(sizes.values())) as bar:
         for name in linears:
-            layers.append(measure_layer(weight_format, dense, packed, name, device, fit_scales=fit_scales))
+            layers[name] = measure_layer(weight_format, dense, packed, name, device, fit_scales=fit_scales)
             bar.advance(sizes[name])
     before = sum(dense.bytes(name) for name in dense.names)
     after = sum(packed.bytes(name) for name in packed.names)
     count = sum(math.prod(dense.shape(name)) for name in dense.names)
-    in_linears = sum(layer.weights for layer in layers)
+    shapes = [dense.shape(f"{name}.weight") for name in linears]
+    in_linears, in_packed = sum(map(math.prod, shapes)), sum(weight_format.packed_bytes(*shape) for shape in shapes)
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "model": options.model, "revision": options.revision, "format": options.format, "method": options.method,
@@ -66,7 +57,7 @@ def measure(
         "weights": {"all": count, "quantized": in_linears},
         "bytes": {"before": before, "after": after},
         "bits_per_weight": {
-            "quantized": sum(layer.bytes for layer in layers) * 8 / in_linears, "model": after * 8 / count,
+            "quantized": in_packed * 8 / in_linears, "model": after * 8 / count,
         },
         "sqnr_db": sqnr_summary(layers) | {"scales_fitted": fit_scales},
     }  # fmt: skip
@@ -78,31 +69,33 @@ def measure(
 def measure_layer(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles, name: str, device: torch.device,
     *, fit_scales: bool,
-) -> MeasuredLayer:  # fmt: skip
-    """Measure the weight and rounding error of the Linear `name`, from the files of dense and packed model.
+) -> tuple[float, float]:  # fmt: skip
+    """Return the sums of squares of the weight of the Linear `name` and of its rounding error.
 
-    With `fit_scales` the rows and columns of the packed weight are first scaled to fit the dense weight, because AWQ
-    moves scales between layers. Raises ValueError, naming file and Linear, if a weight is NaN, infinite, or too
-    large to square in float32.
+    They are read from the files of dense and packed model. With `fit_scales` the rows and columns of the packed weight
+    are first scaled to fit the dense weight, because AWQ moves scales between layers. Raises ValueError, naming file
+    and Linear, if a weight is NaN, infinite, or too large to square in float32.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
     stored = stored_weight(weight_format, packed, name, weight, fit_scales)
     signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - stored))
-    tensors = [f"{name}.{key}" for key in weight_format.layout((weight.shape[0], weight.shape[1]))]
     if not math.isfinite(error):
-        file = packed.where(tensors[0]) if math.isfinite(signal) else dense.where(f"{name}.weight")
+        key = next(iter(weight_format.layout((weight.shape[0], weight.shape[1]))))
+        file = packed.where(f"{name}.{key}") if math.isfinite(signal) else dense.where(f"{name}.weight")
         raise ValueError(f"{file}: {name} has weights that are NaN, infinite or above 1e19: it has no SQNR")
-    return MeasuredLayer(name, signal, error, weight.numel(), sum(packed.bytes(tensor) for tensor in tensors))
+    return signal, error
 
 
-def sqnr_summary(layers: Sequence[MeasuredLayer]) -> dict[str, Any]:
-    """Return the SQNR in dB of all weights, of each layer, and of the five lowest layers; None where it is infinite."""
-    levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
-    infinite = [name for name, level in levels.items() if level is None]
-    finite = {name: level for name, level in levels.items() if level is not None}
-    ranked = sorted(finite, key=finite.__getitem__) + infinite
+def sqnr_summary(layers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    """Return the SQNR in dB of all weights, of each layer, and of the five lowest layers; None where it is infinite.
+
+    `layers` has the result of `measure_layer` by layer name.
+    """
+    levels = {name: decibels(signal, error) for name, (signal, error) in layers.items()}
+    ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
+    signals, errors = zip(*layers.values(), strict=True)
     return {
-        "all": decibels(sum(layer.signal for layer in layers), sum(layer.error for layer in layers)),
+        "all": decibels(sum(signals), sum(errors)),
         "lowest": [{"layer": name, "db": levels[name]} for name in ranked[:LOWEST]],
         "layers": levels,
     }

@@ -90,8 +90,7 @@ def test_the_table_has_the_numbers_of_the_result(fitted: bool, said: str):
 
 
 def test_a_layer_without_error_has_an_infinite_sqnr():
-    layers = [quality.MeasuredLayer("a", 4.0, 0.0, 1, 1), quality.MeasuredLayer("b", 4.0, 1.0, 1, 1)]
-    levels = quality.sqnr_summary(layers)
+    levels = quality.sqnr_summary({"a": (4.0, 0.0), "b": (4.0, 1.0)})
     assert levels["layers"] == {"a": None, "b": pytest.approx(6.0206)}
     assert levels["lowest"][0]["layer"] == "b"
     assert levels["all"] == pytest.approx(10 * math.log10(8))
