@@ -146,10 +146,10 @@ def read_source(options: QuantizeOptions) -> Source:
         _check_weight(f"{layer}.weight", weights, model, folder)
     dense = [name for name in linears if name not in packed]
     tied = [name for name in dense if not is_ignored(name, ignore)]  # to an embedding
-    # transformers would take a module in the list of NF4 for the beginning of names: layers.1 for layers.10.
-    left_out = dense if isinstance(weight_format, Nf4) else [*ignore, *tied]
+    if isinstance(weight_format, Nf4):
+        ignore = _replace_patterns(ignore, linears)
     dtype = weights.dtype(f"{packed[0]}.weight")
-    config["quantization_config"] = weight_format.quantization_config(left_out, dtype)
+    config["quantization_config"] = weight_format.quantization_config([*ignore, *tied], dtype)
     return Source(folder, weights, packed, dense, config)
 
 
@@ -174,3 +174,15 @@ def _check_weight(name: str, weights: WeightFiles, model: nn.Module, folder: Pat
     found, asked = list(weights.shape(name)), list(model.get_parameter(name).shape)
     if found != asked:
         raise ValueError(f"{weights.where(name)}: {name} has shape {found}, config.json asks for {asked}")
+
+
+def _replace_patterns(ignore: list[str], linears: list[str]) -> list[str]:
+    """Replace each module and each `re:` pattern in `ignore` by the full names of the Linears that it matches.
+
+    NF4 needs this: bitsandbytes knows no patterns, and transformers takes layers.1 for layers.10 too.
+    """
+    names = list[str]()
+    for entry in ignore:
+        matched = [name for name in linears if is_ignored(name, [entry]) and not name.endswith(entry)]
+        names += matched or [entry]
+    return names
