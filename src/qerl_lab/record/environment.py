@@ -94,10 +94,11 @@ def _describe_gpus() -> list[dict[str, Any]]:
 def git_state() -> tuple[str, bool]:
     """Return the commit of the checkout that holds this package, and whether files differ from that commit.
 
-    Returns ("unknown", False) if the package was installed without a checkout.
+    Without a checkout they are the commit that `git archive` wrote into commit.txt, or else "unknown"; and False.
     """
     if not _is_checkout():
-        return "unknown", False
+        archived = (Path(__file__).parents[1] / "commit.txt").read_text().strip()
+        return ("unknown" if "$" in archived else archived), False
     return (_git("rev-parse", "HEAD") or "unknown").strip(), bool(_git("status", "--porcelain"))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -54,6 +55,21 @@ def test_git_state_follows_the_checkout(checkout: Path, monkeypatch: pytest.Monk
     (checkout / "src" / "new.py").write_text("y = 1\n")
     monkeypatch.setenv("GIT_DIR", "/nonexistent")  # of a hook
     assert environment.git_state() == (sha, True)
+
+
+def test_an_unpacked_archive_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin, unpacked = tmp_path / "origin", tmp_path / "unpacked"
+    package, root = Path(environment.__file__).parents[1], Path(environment.__file__).parents[3]
+    (origin / "src" / "qerl_lab").mkdir(parents=True)
+    shutil.copy(root / ".gitattributes", origin)
+    shutil.copy(package / "commit.txt", origin / "src" / "qerl_lab")
+    git(origin, "init", "-q")
+    sha = commit(origin)
+    git(origin, "archive", "-o", str(tmp_path / "code.tar"), "HEAD", "src")
+    shutil.unpack_archive(tmp_path / "code.tar", unpacked, filter="data")
+    monkeypatch.setattr(environment, "CHECKOUT", unpacked)
+    monkeypatch.setattr(environment, "__file__", str(unpacked / "src" / "qerl_lab" / "record" / "environment.py"))
+    assert environment.git_state() == (sha, False)
 
 
 def test_code_diff_brings_a_clean_checkout_to_what_ran(checkout: Path, run_dir: Path) -> None:
