@@ -28,15 +28,16 @@ from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.linear import packable
 from qerl_lab.model.loading import empty_model, fill, tied
+from qerl_lab.model.weight_files import Stored, WeightFiles
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-class RandomWeights:
-    """Tensors for `loading.fill`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
+class RandomWeights(WeightFiles):
+    """Weights that are made on request instead of read: normal(0, 0.02) matrices, ones for norms, zeros for biases.
 
-    The model is a Qwen2.5 of `architecture`, a value of `bench_options.ARCHITECTURES`. Tensors are made on `device` on
-    request, seeded by name, so that every format packs the same weights. `linears` names the Linears outside of
+    The model is a Qwen2.5 of `architecture`, a value of `bench_options.ARCHITECTURES`, in bfloat16. Tensors are made on
+    `device`, seeded by name, so that every format packs the same weights. `linears` names the Linears outside of
     `ignore`, which formats pack.
     """
 
@@ -50,28 +51,14 @@ class RandomWeights:
         )  # fmt: skip
         model = empty_model(self.config, torch.bfloat16)
         self.device = device
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.names = tuple(self._shapes)
+        self.files = ()
+        of_messages = Path("random weights")
+        self.stored = {name: Stored(of_messages, tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
         self.linears = packable(model, ignore)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the tensor `name`."""
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return bfloat16, the dtype of all tensors."""
-        return torch.bfloat16
-
-    def where(self, name: str) -> str:
-        """Return where the tensor comes from, for messages."""
-        return "random weights"
-
-    def tensor(self, name: str, device: torch.device | str) -> Tensor:
-        """Make the bfloat16 tensor `name` and move it to `device`: a random matrix, ones for a norm, zeros for a bias.
-
-        The name seeds the random values.
-        """
-        tensor = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=self.device)
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """Make the tensor `name` and move it to `device`. The name seeds the random values."""
+        tensor = torch.empty(self.shape(name), dtype=torch.bfloat16, device=self.device)
         if tensor.ndim == 1:
             return tensor.fill_(0.0 if name.endswith("bias") else 1.0).to(device)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))

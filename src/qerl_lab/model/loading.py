@@ -1,14 +1,14 @@
 """Build a frozen packed model from named tensors, one fused layer at a time, so that memory holds few dense weights.
 
-The model is created on torch's meta device and filled from a `TensorSource`: a packed checkpoint, or a dense one that
-is packed while it is read.
+The model is created on torch's meta device and filled from `WeightFiles`: a packed checkpoint, or a dense one that is
+packed while it is read.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -21,20 +21,10 @@ from qerl_lab.formats import recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
+from qerl_lab.model.weight_files import WeightFiles
 
 # Tensors in old checkpoints that models compute anew.
 _COMPUTED = r"rotary_emb\.inv_freq$"
-
-
-class TensorSource(Protocol):
-    """Tensors by checkpoint name, with methods as in `weight_files.WeightFiles`."""
-
-    @property
-    def names(self) -> Collection[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def where(self, name: str) -> str: ...
-    def tensor(self, name: str, device: torch.device | str) -> Tensor: ...
 
 
 def stored_as(folder: Path) -> PackedAs | None:
@@ -103,7 +93,7 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str, **options: Any)
 
 
 def fill(
-    model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device
+    model: PreTrainedModel, source: WeightFiles, packed_as: PackedAs, *, is_packed: bool, device: torch.device
 ) -> PreTrainedModel:
     """Load the weights of `source` into a model made by `empty_model`; return it frozen and on `device`.
 
@@ -137,7 +127,7 @@ def fill(
 
 
 def _check_tensors(
-    model: PreTrainedModel, source: TensorSource, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
+    model: PreTrainedModel, source: WeightFiles, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
     packed: Sequence[str],
 ) -> None:  # fmt: skip
     """Raise ValueError unless `source` has exactly the tensors that the model needs, in valid shapes and dtypes.
@@ -187,7 +177,7 @@ def check_dense_values(tensor: Tensor, *, name: str) -> None:
 
 
 def _fill_packed(
-    model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device
+    model: PreTrainedModel, source: WeightFiles, group: Sequence[str], weight_format: Format, device: torch.device
 ) -> None:
     """Replace the Linears named in `group`, the parts of a fused layer, by `PackedLinear`s with weights of `source`.
 

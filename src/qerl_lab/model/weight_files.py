@@ -26,7 +26,9 @@ DTYPES = {
 }  # fmt: skip
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
+    """A tensor in a weight file."""
+
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,7 +44,7 @@ class WeightFiles:
         sets of weights.
         """
         self.files = on_disk.list_weight_files(folder)
-        self._stored: dict[str, _Stored] = {}
+        self.stored: dict[str, Stored] = {}
         for file in self.files:
             if not file.is_file():
                 raise ValueError(
@@ -53,7 +55,7 @@ class WeightFiles:
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.offset_keys():  # in stored order
                         tensor = opened.get_slice(name)
-                        self._stored[name] = _Stored(file, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
+                        self.stored[name] = Stored(file, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
             except SafetensorError as error:
                 raise ValueError(f"{file} cannot be read, or is not whole ({error}); download it again") from None
             except KeyError as error:
@@ -62,13 +64,13 @@ class WeightFiles:
     @property
     def names(self) -> tuple[str, ...]:
         """Return all tensor names, file by file, in stored order."""
-        return tuple(self._stored)
+        return tuple(self.stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored[name].shape
+        return self.stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._stored[name].dtype
+        return self.stored[name].dtype
 
     def bytes(self, name: str) -> int:
         """Return the size of the tensor `name` in bytes."""
@@ -76,14 +78,14 @@ class WeightFiles:
 
     def where(self, name: str) -> str:
         """Return the path of the file that holds the tensor `name`, for messages."""
-        return str(self._stored[name].file)
+        return str(self.stored[name].file)
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Read one tensor into its own memory, so that later changes of the file do not change it."""
         device = torch.device(device)
         if device == torch.device("cuda"):  # safetensors would take the first GPU, not the current one
             device = torch.device("cuda", torch.cuda.current_device())
-        with safe_open(self._stored[name].file, framework="pt", device=str(device)) as opened:
+        with safe_open(self.stored[name].file, framework="pt", device=str(device)) as opened:
             tensor = opened.get_tensor(name)
         return tensor.clone() if tensor.device.type == "cpu" else tensor  # on a CPU it is a view of the mapped file
 
