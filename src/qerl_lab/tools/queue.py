@@ -20,14 +20,13 @@ import tempfile
 import threading
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -219,12 +218,6 @@ def run(options: RunOptions) -> None:
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
-    failed = list[str]()
-    for planned in to_make:
-        for end in machine.ends.get(planned.key, []):
-            print(f"{planned.key} {end.how}; {format_path(machine.console_file(planned))} has its output")
-            if end.is_failure and planned.key not in failed:
-                failed.append(planned.key)
     if packed_again:
         print(f"{with_noun(len(packed_again), 'run')} that ended here before packed again into {format_path(pack)}")
     if to_make and not machine.started.is_set():
@@ -238,18 +231,11 @@ def run(options: RunOptions) -> None:
         print("no run is left to make here")
     if any(ended) or packed_again:
         print(f"next, where the results are: {LINE} collect {shlex.join([options.queue, f'packs=[{options.pack}]'])}")
-    if failed:
+    if failed := [planned.key for planned in to_make if planned.key in machine.failed]:
         raise ValueError(
             f"{with_noun(len(failed), 'run')} failed in training or evaluation, see above: {', '.join(failed)}. A run "
             "that failed in training for the first time is made once more after its pack is collected."
         )
-
-
-class End(NamedTuple):
-    """Why a run, or one of its evaluations, is not done here. `how` ends a sentence that begins with the run's key."""
-
-    how: str
-    is_failure: bool  # False if it was stopped, by a signal or because the time was up
 
 
 @dataclass(frozen=True)
@@ -260,7 +246,7 @@ class Machine:
         began: the start of the command, by the monotonic clock.
         stopped: set by a signal; then nothing starts, and what is running is stopped.
         started: set once there was time for a run, also for one that then failed.
-        ends: how a run and its evaluations ended, by the run's key, if they are not done.
+        failed: keys of the runs that failed, or of which an evaluation failed.
     """
 
     queue: Queue
@@ -269,7 +255,7 @@ class Machine:
     began: float
     stopped: threading.Event = field(default_factory=threading.Event)
     started: threading.Event = field(default_factory=threading.Event)
-    ends: defaultdict[str, list[End]] = field(default_factory=lambda: defaultdict(list))
+    failed: set[str] = field(default_factory=set)
 
     @property
     def until(self) -> float:
@@ -333,10 +319,10 @@ class Machine:
                 )
         failed = run.status == FAILED and code in (FAILURE, USAGE)  # another code: FAILED is from an attempt before
         if failed:
-            self.ends[planned.key].append(End(f"failed: {run.reason}", is_failure=True))
+            self.failed.add(planned.key)
+            self._tell(planned, f"failed: {run.reason}")
         elif run.status != DONE:
-            when = "" if run.is_claimed else " before its run began"
-            self.ends[planned.key].append(_end_of(code, when=when))
+            self._tell_end(planned, code, when="" if run.is_claimed else " before its run began")
             return False
         trained = time.time()
         training_seconds = max(trained - start, run.result().get("seconds", 0.0))  # the result counts all sessions
@@ -350,7 +336,7 @@ class Machine:
                 command, *words = shlex.split(os.path.expandvars(line))
                 code = self._call(planned, ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words], visible)
                 if code != OK:
-                    self.ends[planned.key].append(_end_of(code, f"is trained, and its evaluation `{line}` "))
+                    self._tell_end(planned, code, f"is trained, and its evaluation `{line}` ")
                 return code == OK
 
             with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
@@ -383,6 +369,24 @@ class Machine:
             except subprocess.TimeoutExpired:
                 process.kill()
             return None
+
+    def _tell_end(self, planned: Planned, code: int | None, subject: str = "", when: str = "") -> None:
+        """Print how a process ended before its work was done; `code` is what `_call` returned for it.
+
+        `subject` and `when` stand before and after the verb. A process that was stopped did not fail.
+        """
+        if code is None:
+            how = "was stopped when the time was up"
+        elif code == INTERRUPTED or -code in SIGNALS:  # a lent machine may send SIGTERM when it is taken back
+            how = "was stopped by a signal"
+        else:
+            how = f"ended with exit code {code}"
+            self.failed.add(planned.key)
+        self._tell(planned, f"{subject}{how}{when}")
+
+    def _tell(self, planned: Planned, how: str) -> None:
+        """Print why a run, or one of its evaluations, is not done here; `how` follows the run's key."""
+        print(f"{planned.key} {how}; {format_path(self.console_file(planned))} has its output", flush=True)
 
     def console_file(self, planned: Planned) -> Path:
         """Return the path of KEY.txt, beside the run's directory, which collects the output of the run's commands."""
@@ -434,18 +438,6 @@ def _drop_texts(run: RunDirectory) -> None:
     """Drop the texts of completions from the files of the run's evaluations, so that its pack is small."""
     for file in run.path.glob("evaluations/*/eval.parquet"):
         pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
-
-
-def _end_of(code: int | None, subject: str = "", when: str = "") -> End:
-    """Describe how a process ended before its work was done; `code` is what `Machine._call` returned for it.
-
-    `subject` and `when` stand before and after the verb in `End.how`.
-    """
-    if code is None:
-        return End(f"{subject}was stopped when the time was up{when}", is_failure=False)
-    if code == INTERRUPTED or -code in SIGNALS:  # a lent machine may send SIGTERM when it is taken back
-        return End(f"{subject}was stopped by a signal{when}", is_failure=False)
-    return End(f"{subject}ended with exit code {code}{when}", is_failure=True)
 
 
 def collect(options: CollectOptions) -> None:
