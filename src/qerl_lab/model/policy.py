@@ -224,15 +224,12 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
 
 
 def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return `names` if `noisy_norms` accepts them, else the last name parts of all norms that it would accept.
+    """Return `names` if each is the last name part of norms that feed a linear layer, else all such name parts.
 
     The list is empty if there is none, as in OLMo 2, where no norm feeds a linear layer.
     """
-    try:
-        noisy_norms(model, names, "")
-    except ConfigError:
-        return sorted({name.rpartition(".")[2] for name in _norms_before_linears(model)})
-    return list(names)
+    feeding = {name.rpartition(".")[2] for name in _norms_before_linears(model)}
+    return list(names) if feeding.issuperset(names) else sorted(feeding)
 
 
 @torch.no_grad()
