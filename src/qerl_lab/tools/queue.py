@@ -186,25 +186,12 @@ def run(options: RunOptions) -> None:
     queue.refuse_unregistered(waiting)
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())
-    to_make, packed_again = list[Planned](), list[Planned]()
-    for planned in queue.runs:  # runs that are done, but lack evaluations, if the attempt in the ledger lies here
-        if planned.part_in(parts) and queue.is_done(planned.key):
-            row = machine.ended_row(planned)
-            if row and row["state"] == DONE and queue.has_attempt(row) and queue_file.missing_evaluations(row):
-                to_make.append(planned)
-    for planned in waiting:
-        row = machine.ended_row(planned)
-        if row is None:
-            has_work = True
-        elif row["state"] == DONE:
-            has_work = queue_file.missing_evaluations(row) > 0
-        else:  # with this failure in the ledger the next attempt is due
-            has_work = queue.has_attempt(row)
-        if has_work:
-            to_make.append(planned)
-        else:  # it ended here and was not collected, perhaps because its pack was lost
-            machine.pack(planned)
-            packed_again.append(planned)
+    done = [planned for planned in queue.runs if planned.part_in(parts) and queue.is_done(planned.key)]
+    to_make = [planned for planned in (*done, *waiting) if machine.has_work(planned)]
+    # The others ended here and were not collected, perhaps because their packs were lost.
+    packed_again = [planned for planned in waiting if planned not in to_make]
+    for planned in packed_again:
+        machine.pack(planned)
 
     def stop(number: int, frame: FrameType | None) -> None:
         """Handle a signal: tell the threads to stop their runs, because the signal may reach this process alone."""
@@ -275,6 +262,19 @@ class Machine:
         """Return the row of the last attempt that ended here; None if there is none, or if it was continued since."""
         row = self._last_row(planned)
         return row if row and row["state"] == RunDirectory(self.run_folder(planned)).status else None
+
+    def has_work(self, planned: Planned) -> bool:
+        """Tell whether a run is to be trained or evaluated here.
+
+        A run that is done lacks evaluations, and the attempt that counts lies here. After a failure the next attempt is
+        due once the failure is in the ledger.
+        """
+        row, is_done = self.ended_row(planned), self.queue.is_done(planned.key)
+        if row is None:
+            return not is_done
+        if row["state"] == DONE:
+            return queue_file.missing_evaluations(row) > 0 and (not is_done or self.queue.has_attempt(row))
+        return not is_done and self.queue.has_attempt(row)
 
     def make(self, planned: Planned, number: int) -> bool:
         """Wait for a free place on a GPU, then train and evaluate a run there (see `train_and_evaluate`).
@@ -407,7 +407,7 @@ class Machine:
             evaluated = max(evaluated, int(before["evaluations"].partition(" of ")[0]))  # of an earlier command too
         trained = [file for file in (run.adapter / WEIGHTS, *run.model.glob("*.safetensors")) if file.exists()]
         row = {
-            "run": planned.key, "seed": str(planned.seed), "part": planned.part.name, "state": run.status,
+            "run": planned.key, "seed": str(planned.config.seed), "part": planned.part.name, "state": run.status,
             "host": where.get("host", os.uname().nodename),
             "card": " ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in where.get("gpus", [])) or "none",
             "start": start,

@@ -74,7 +74,6 @@ class Planned:
 
     key: str
     parts: Sequence[Part]
-    seed: int
     words: tuple[str, ...]
     config: RunConfig
 
@@ -264,8 +263,8 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
             raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):
             config, of_seed = replace(job.config, seed=seed), tuple(join_overrides(job.overrides, [f"seed={seed}"]))
-            runs.append(Planned(key_of(config), [part], seed, of_seed, config))
-    return sorted(runs, key=lambda run: run.seed)
+            runs.append(Planned(key_of(config), [part], of_seed, config))
+    return sorted(runs, key=lambda run: run.config.seed)
 
 
 def join_overrides(*words: Sequence[str]) -> list[str]:

@@ -44,14 +44,14 @@ def with_rows(queue: Queue, *attempts: tuple[int, str, str, str]) -> Queue:
 
 
 def test_runs_stand_in_order_seed_by_seed_and_each_once(queue: Queue) -> None:
-    rates = [(one.part.name, one.config.experiment, one.seed, one.config.optim.learning_rate) for one in queue.runs]
+    rates = [(one.part.name, one.config.experiment, one.config.seed, one.config.optim.learning_rate) for one in queue.runs]
     assert rates == [
         ("pilot", "bf16", 100, 1e-4),
         ("formats", "bf16", 0, 1e-3), ("formats", "nvfp4", 0, 1e-3),
         ("formats", "bf16", 1, 1e-3), ("formats", "nvfp4", 1, 1e-3),
         ("rates", "bf16", 0, 1e-2), ("rates", "bf16", 1, 1e-2),
     ]  # fmt: skip
-    assert all(f"seed={one.seed}" in one.words for one in queue.runs)
+    assert all(f"seed={one.config.seed}" in one.words for one in queue.runs)
 
 
 SHARED = """
@@ -67,7 +67,7 @@ def test_a_run_that_two_parts_list_is_made_once_and_evaluated_for_both(
 ) -> None:
     (tmp_path / "queue.yaml").write_text(SHARED)
     queue = queue_file.read(tmp_path / "queue.yaml")
-    assert [(one.seed, one.part.name, one.after) for one in queue.runs] == [
+    assert [(one.config.seed, one.part.name, one.after) for one in queue.runs] == [
         (0, "formats", ["entropy", "accuracy"]),
         (1, "formats", ["entropy", "accuracy", "kl"]),
         (2, "schedules", ["accuracy", "kl"]),
@@ -153,8 +153,8 @@ def test_what_counts_waits_for_a_whole_preregistration(queue: Queue) -> None:
 def test_the_queue_of_qwen_composes() -> None:
     runs: list[Planned] = list(queue_file.read(FILE).runs)
     assert {one.config.rollout.engine for one in runs} == {"vllm"}
-    assert {one.seed for one in runs if one.part.preregistered} == {0, 1, 2, 3, 4}
-    assert min(one.seed for one in runs if not one.part.preregistered) >= 100
+    assert {one.config.seed for one in runs if one.part.preregistered} == {0, 1, 2, 3, 4}
+    assert min(one.config.seed for one in runs if not one.part.preregistered) >= 100
     assert all(
         (one.config.preregistration == str(FILE.parent / "claims.yaml")) == one.part.preregistered for one in runs
     )
@@ -319,7 +319,7 @@ def test_what_a_part_leaves_out_is_as_the_text_above_says(tmp_path: Path) -> Non
     (tmp_path / "queue.yaml").write_text(ONE_PART)
     (tmp_path / "claims.yaml").write_text("claims: []")
     runs = queue_file.read(tmp_path / "queue.yaml", ["steps=4"]).runs
-    assert [(one.seed, one.config.steps, one.after) for one in runs[:-1]] == [(seed, 4, []) for seed in range(5)]
+    assert [(one.config.seed, one.config.steps, one.after) for one in runs[:-1]] == [(seed, 4, []) for seed in range(5)]
     found = [one.config.preregistration for one in runs]
     assert found == [str(tmp_path / "claims.yaml")] * 5 + [None]
 
