@@ -162,10 +162,11 @@ def check_weight(weight: Tensor, weight_format: Format, *, name: str) -> None:
     check_values(weight, weight_format.NAME, name=name)
 
 
-def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
-    """Raise ValueError if `tensor` has NaN, Inf, or magnitudes of 2**100 or more.
+def check_values(tensor: Tensor, holder: str = "", *, name: str) -> None:
+    """Raise ValueError if `tensor` has NaN, Inf, or magnitudes of 2**100 or more: a model would answer nonsense.
 
-    The message calls the tensor `name`, and says that `holder`, the name of a format or dtype, cannot hold them.
+    The message calls the tensor `name`, and says that `holder`, a format's name or by default the tensor's dtype,
+    cannot hold them.
     """
     tensor = tensor.detach()
     if not tensor.numel():
@@ -173,9 +174,9 @@ def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
     low, high = torch.aminmax(tensor)  # makes no copy of the tensor
     if not (low > -LIMIT and high < LIMIT):  # NaN compares false
         bad = ~(tensor.abs() < LIMIT)
-        first = bad.nonzero()[0].tolist()
+        first, dtype = bad.nonzero()[0].tolist(), str(tensor.dtype).removeprefix("torch.")
         raise ValueError(
-            f"{name}: {int(bad.sum())} values that {holder} cannot hold, the first "
+            f"{name}: {int(bad.sum())} values that {holder or dtype} cannot hold, the first "
             f"{tensor[tuple(first)].item()} at {first}; allowed: finite values below 2**100"
         )
 

@@ -77,7 +77,8 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str, **options: Any)
     """Load the dense causal LM in `folder` with transformers' own loader, in `dtype`; "auto" is the stored dtype.
 
     `options` are further arguments of `from_pretrained`. Raises ValueError if the files lack a weight of the model,
-    which transformers would fill with random numbers, or have a weight that it would leave out.
+    which transformers would fill with random numbers, if they have a weight that it would leave out, or if a weight has
+    NaN or Inf.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
@@ -89,6 +90,8 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str, **options: Any)
         )
     if extra := sorted(name for name in info["unexpected_keys"] if not re.search(_COMPUTED, name)):
         raise ValueError(f"{folder}: {some_of(extra, 1)} in no module of {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        check_values(parameter, name=f"{folder}: {name}")
     return model
 
 
@@ -120,7 +123,7 @@ def fill(
         # If the dtype must change, cast on the CPU, so that the device never holds both tensors.
         read_on = device if source.dtype(name) is empty.dtype else "cpu"
         tensor = source.tensor(name, read_on).to(empty.dtype).to(device)
-        check_dense_values(tensor, name=f"{source.where(name)}: {name}")
+        check_values(tensor, name=f"{source.where(name)}: {name}")
         setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(empty, nn.Parameter) else tensor)
     model.tie_weights()
     return model.to(device).requires_grad_(False)
@@ -166,14 +169,6 @@ def tied(model: PreTrainedModel) -> list[str]:
     """
     once = dict(model.named_parameters())
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
-
-
-def check_dense_values(tensor: Tensor, *, name: str) -> None:
-    """Raise ValueError, calling the tensor `name`, if it has NaN, Inf or magnitudes of 2**100 or more.
-
-    A model with such values would answer nonsense silently.
-    """
-    check_values(tensor, str(tensor.dtype).removeprefix("torch."), name=name)
 
 
 def _fill_packed(

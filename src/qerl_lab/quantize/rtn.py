@@ -10,9 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl_lab.formats.format import STORED_DTYPES, Format, pack_fused
+from qerl_lab.formats.format import STORED_DTYPES, Format, check_values, pack_fused
 from qerl_lab.model.linear import fused_groups
-from qerl_lab.model.loading import check_dense_values
 from qerl_lab.model.on_disk import INDEX
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.system import terminal
@@ -73,7 +72,7 @@ def output_tensors(
         (name,) = names
         copied = source.tensor(name, "cpu")
         if copied.dtype in STORED_DTYPES:
-            check_dense_values(copied, name=f"{source.where(name)}: {name}")
+            check_values(copied, name=f"{source.where(name)}: {name}")
         return {name: copied}
     weights = {name.removesuffix(".weight"): source.tensor(name, device) for name in names}
     try:

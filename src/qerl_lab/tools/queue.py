@@ -266,8 +266,8 @@ class Machine:
     def has_work(self, planned: Planned) -> bool:
         """Tell whether a run is to be trained or evaluated here.
 
-        A run that is done lacks evaluations, and the attempt that counts lies here. After a failure the next attempt is
-        due once the failure is in the ledger.
+        This is so for a run that is not done, unless it failed here and the ledger does not have this failure yet. It
+        is so for a run that lacks evaluations, unless the ledger has another attempt as done.
         """
         row, is_done = self.ended_row(planned), self.queue.is_done(planned.key)
         if row is None:

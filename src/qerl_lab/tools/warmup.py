@@ -111,7 +111,7 @@ def warm_up(options: WarmupOptions) -> None:
 
         from qerl_lab.model import policy, weight_files
         from qerl_lab.model.chat import save_tokenizer
-        from qerl_lab.model.loading import check_dense_values, load_by_transformers, require_dense
+        from qerl_lab.model.loading import load_by_transformers, require_dense
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
     try:
@@ -130,8 +130,6 @@ def warm_up(options: WarmupOptions) -> None:
     }  # fmt: skip
     require_dense(folder, f"model={options.model}", "because all its weights are trained. Type its path.")
     model = load_by_transformers(folder, getattr(torch, options.dtype))
-    for name, parameter in model.named_parameters():
-        check_dense_values(parameter, name=f"{folder}: {name}")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rows, record["too_long"] = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
