@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
@@ -42,9 +42,7 @@ class Header(NamedTuple):
 
     parameters: int
     tensor_counts: dict[str, int]  # by quantization type, such as Q4_K; the most frequent type first
-    special_ids: dict[str, int]  # token ids by transformers' name, such as `eos_token`
-    unsplit_ids: list[int]  # ids of user-defined tokens, which are never split but are not special
-    is_byte_level: bool  # whether the tokenizer is byte-level BPE, as in GPT-2
+    metadata: dict[str, Any]  # by GGUF's key, such as `tokenizer.ggml.model`
 
 
 def is_gguf(path: str) -> bool:
@@ -94,14 +92,8 @@ def header(file: Path) -> Header:
             f"{file} scales its rotary positions ({', '.join(rope_scaling)}), which transformers leaves out when it "
             "reads a GGUF file; allowed: files without such scaling. Type the path of the model as safetensors."
         )
-    token_types = metadata.get("tokenizer.ggml.token_type", ())
-    return Header(
-        parameters=sum(tensor.n_elements for tensor in tensors),
-        tensor_counts=dict(Counter(tensor.tensor_type.name for tensor in tensors).most_common()),
-        special_ids={name: metadata[key] for name, key in SPECIAL.items() if key in metadata},
-        unsplit_ids=[number for number, kind in enumerate(token_types) if kind == USER_DEFINED],
-        is_byte_level=metadata.get("tokenizer.ggml.model") == "gpt2",
-    )
+    kinds = Counter(tensor.tensor_type.name for tensor in tensors)
+    return Header(sum(tensor.n_elements for tensor in tensors), dict(kinds.most_common()), metadata)
 
 
 def unpack(file: Path) -> Path:
@@ -156,11 +148,14 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     # Restore what transformers 5.17 drops for the llama architecture: without this eos becomes the file's bos,
     # user-defined tokens are split, and decoded text loses a leading space.
-    for name, number in file_header.special_ids.items():
-        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
-    unsplit = tokenizer.convert_ids_to_tokens(file_header.unsplit_ids)
+    metadata = file_header.metadata
+    for name, key in SPECIAL.items():
+        if key in metadata:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(metadata[key]))
+    kinds = enumerate(metadata.get("tokenizer.ggml.token_type", ()))
+    unsplit = tokenizer.convert_ids_to_tokens([number for number, kind in kinds if kind == USER_DEFINED])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in unsplit])
-    if file_header.is_byte_level:
+    if metadata.get("tokenizer.ggml.model") == "gpt2":  # byte-level BPE
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.clean_up_tokenization_spaces = False
     model.save_pretrained(folder)
