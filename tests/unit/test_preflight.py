@@ -100,7 +100,7 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
         ),
         ("run_dir=file/under", ["file is a file", "run_dir=DIR"]),
         ("device=cuda", ["device=cuda", "shows no GPU", "Type device=cpu"]),
-        ("gpus=2", ["gpus=2, and this machine shows none", "Type gpus=1, or device=cpu"]),
+        ("gpus=2", ["gpus=2, and 0 GPUs can be used here", "Type gpus=1, or device=cpu"]),
         ("optim=adamw_8bit", ["optim.name=adamw_8bit needs a GPU", "Type optim=adamw"]),
         ("rollout=vllm device=cpu", ["rollout.engine=vllm computes format.name=nvfp4 on a GPU only", "Type rollout="]),
         ("rollout=vllm", ["format.name=nvfp4 on a GPU only, and this machine shows none", "Type rollout=transformers"]),
@@ -275,7 +275,7 @@ def test_questions_that_are_not_there_are_named_before_lengths_that_do_not_fit()
 
 def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
-    monkeypatch.setattr(preflight, "_refuse_full_disk", lambda *_: None)
+    monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
     with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
         preflight.check(plain(model__path="Qwen/Qwen2.5-1.5B-Instruct"), Path.cwd() / "run")
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cpu"), Path.cwd() / "run") == []
@@ -284,7 +284,7 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
 
 def test_steps_of_hours_on_a_cpu_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
-    monkeypatch.setattr(preflight, "_refuse_full_disk", lambda *_: None)
+    monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
     cfg = plain(model__path="Qwen/Qwen2.5-0.5B-Instruct", rollout__max_completion_tokens=4096)
     (note,) = preflight.check(cfg, Path.cwd() / "run")
     assert "128 completions of up to 4,096 tokens: it may take hours" in note
@@ -334,7 +334,7 @@ def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPa
     hub.model.dtype = "float32"
     with pytest.raises(ConfigError, match=r"119\.2 GiB with format=bf16, and the GPU has 24\.0 GiB"):
         preflight.check(hub, Path.cwd() / "run")
-    monkeypatch.setattr(preflight, "_refuse_full_disk", lambda *_: None)
+    monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-32B-Instruct"), Path.cwd() / "run") == []  # half a byte
     full = plain(model__path="Qwen/Qwen2.5-7B-Instruct", format__name="bf16", lora__rank=0)  # 16 bytes a weight
     with pytest.raises(ConfigError, match=r"104\.3 GiB with format=bf16 and lora=full.* Type a smaller model, or lora"):
@@ -370,7 +370,7 @@ def test_the_gpus_of_a_machine_are_counted_and_the_largest_taken(
     assert preflight.machine.visible_gpus() == ["0", "1"]
     assert preflight.machine.gpu_memory_bytes() == 143_771 * 2**20
     preflight.check(plain(gpus=2), Path.cwd() / "run")
-    with pytest.raises(ConfigError, match=r"gpus=4, and this machine shows 2\. Type gpus=2 or less\."):
+    with pytest.raises(ConfigError, match=r"gpus=4, and 2 GPUs can be used here\. Type gpus=2, or device=cpu"):
         preflight.check(plain(gpus=4), Path.cwd() / "run")
     preflight.machine.visible_gpus.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-c,3,4")

@@ -27,7 +27,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.model import policy
 from qerl_lab.rollout.vllm.base import IN_MEMORY, RUN_FOLDERS, named_folder, remove_leftovers
 from qerl_lab.system import terminal
-from qerl_lab.system.processes import rank_variables
+from qerl_lab.system.disk import refuse_full_disk
+from qerl_lab.system.processes import rank_variables, refuse_fewer_gpus
 from qerl_lab.train import ranks
 
 SCRATCH = f"qerl-lab-bench-{socket.gethostname()}"  # per host: a lock shows live processes of one machine only
@@ -42,7 +43,7 @@ def prepare(options: AnyOptions) -> None:
     for too little free space in the directory `options.scratch`.
     """
     jobs, scratch, architecture = read_jobs(options, ""), Path(options.scratch), ARCHITECTURES[options.model]
-    ranks.refuse_fewer_gpus(max((job.gpus for job in jobs), default=1), len(ranks.visible_gpus()))
+    refuse_fewer_gpus(max((job.gpus for job in jobs), default=1), len(ranks.visible_gpus()))
     checkpoints = {job.folder: job for job in jobs}.values()  # one job of each
     for job in checkpoints:
         if (weight_format := formats.build(job.packing)).BLOCK is not None:
@@ -55,12 +56,8 @@ def prepare(options: AnyOptions) -> None:
     remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks
     remove_leftovers(IN_MEMORY, RUN_FOLDERS)  # of killed arms and runs
     needed, largest = max((random_model.size_of(architecture, job.packing), job.format) for job in checkpoints)
-    free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # 2% for adapter and tokenizer
-    if free < asked:
-        raise ConfigError(
-            f"scratch={scratch} has {free / 1e9:.1f} GB free, and {options.model} in {largest} takes "
-            f"{asked / 1e9:.1f} GB: {(asked - free) / 1e9:.1f} GB are missing. Type scratch=DIR of a larger disk."
-        )
+    weights = f"the weights of {options.model} in {largest}"
+    refuse_full_disk(scratch, 1.02 * needed, weights, "Type scratch=DIR of a larger disk.")  # 2% for other files
 
 
 def run(options: AnyOptions) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qerl_lab.config.message import some_of

@@ -3,10 +3,8 @@
 If a limit is an estimate, the error names the override that lifts it (`device=cpu`).
 """
 
-import math
 import os
 import re
-import shutil
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +16,8 @@ from qerl_lab.config.units import GIB
 from qerl_lab.model import adapter_files, gguf, on_disk
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.system import memory
-from qerl_lab.system.disk import cache_folder, hub_home
+from qerl_lab.system.disk import cache_folder, hub_home, refuse_full_disk
+from qerl_lab.system.processes import refuse_fewer_gpus
 from qerl_lab.tasks import question_files
 from qerl_lab.tracking.mlflow import check_store_variable
 
@@ -86,15 +85,11 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
 
 def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
     """Raise ConfigError if this machine lacks the GPUs that the run asks for."""
-    names = machine.visible_gpus() if cfg.device != "cpu" and has_gpu else None
     if cfg.device == "cuda" and not has_gpu:
         raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
-    if cfg.gpus > 1 and cfg.device != "cpu" and not has_gpu:
-        raise ConfigError(
-            f"gpus={cfg.gpus}, and this machine shows none. Type gpus=1, or device=cpu for processes on the CPU."
-        )
-    if names is not None and cfg.gpus > len(names):
-        raise ConfigError(f"gpus={cfg.gpus}, and this machine shows {len(names)}. Type gpus={len(names)} or less.")
+    names = machine.visible_gpus() if has_gpu else []
+    if cfg.device != "cpu" and names is not None:
+        refuse_fewer_gpus(cfg.gpus, len(names))
 
 
 def check_engine(cfg: RunConfig) -> None:
@@ -189,24 +184,10 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     # One more than is kept, because a checkpoint is written before the oldest is deleted.
     needed = RECORD_BYTES + checkpoint_bytes * (min(cfg.checkpoint.kept, written) + 1)
     needed += 2 * trained if cfg.trains_all else 0  # RUN_DIR/model, in bfloat16
-    _refuse_full_disk(run_dir, needed, "its checkpoints", f"Free some space. {ELSEWHERE}")
+    refuse_full_disk(run_dir, needed, "its checkpoints", f"Free some space. {ELSEWHERE}")
     store = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()  # by huggingface_hub's rules
     remedy = "Set HF_HOME to a directory on another."
     if folder is None and gguf.is_gguf(cfg.model.path):
-        _refuse_full_disk(cache_folder(), gguf.WEIGHT_BYTES * count, f"the weights of {cfg.model.path}", remedy)
+        refuse_full_disk(cache_folder(), gguf.WEIGHT_BYTES * count, f"the weights of {cfg.model.path}", remedy)
     elif folder is None and not (store / f"models--{cfg.model.path.replace('/', '--')}").is_dir():
-        _refuse_full_disk(store, 2 * count, f"the download of {cfg.model.path}", remedy)
-
-
-def _refuse_full_disk(place: Path, needed: int, what: str, remedy: str) -> None:
-    """Raise ConfigError if the disk of `place` has less than `needed` bytes free. `place` need not exist.
-
-    In the message `what` names the thing that needs the space, and `remedy` the setting to type instead.
-    """
-    above = next(path for path in (place, *place.parents) if path.is_dir())
-    free = shutil.disk_usage(above).free
-    if needed > free:
-        raise ConfigError(
-            f"{above} has {free / GIB:.2f} GiB free, and {what} take {math.ceil(needed / 2**20) / 1024:.2f} GiB. "
-            f"{remedy}"
-        )
+        refuse_full_disk(store, 2 * count, f"the download of {cfg.model.path}", remedy)

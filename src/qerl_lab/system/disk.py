@@ -1,10 +1,11 @@
-"""Write files atomically, also when a process is killed or the disk is full; make directories; take locks."""
+"""Write files atomically, also when a process is killed or the disk is full; make directories; take locks; see room."""
 
 import errno
 import fcntl
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, parse_json
+from qerl_lab.config.units import GIB
 
 # Error numbers that mean "no locks here". NFS gives EBADF for a directory, as it locks only files open for writing.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
@@ -121,3 +123,17 @@ def make_directory(folder: Path, given: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(f"{given} cannot be written ({error.strerror}: {folder}). Type another directory.") from None
+
+
+def refuse_full_disk(place: Path, needed: float, what: str, remedy: str) -> None:
+    """Raise ConfigError if the disk of `place` has less than `needed` bytes free. `place` need not exist.
+
+    In the message `what` names the things that need the space, and `remedy` says what to type instead.
+    """
+    above = next(path for path in (place, *place.parents) if path.is_dir())
+    free = shutil.disk_usage(above).free
+    if needed > free:
+        raise ConfigError(
+            f"{above} has {free / GIB:.2f} GiB free, and {what} take {math.ceil(needed / 2**20) / 1024:.2f} GiB. "
+            f"{remedy}"
+        )

@@ -1,4 +1,4 @@
-"""Child processes: variables of a run's ranks, refusal of other launchers, end with the parent, output of a program."""
+"""Child processes: variables of a run's ranks, refusals, end with the parent, output of a program."""
 
 import os
 import socket
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 
 # Environment variable in which each launcher gives the number of processes that it started.
@@ -50,6 +51,15 @@ def refuse_several_processes(environment: Mapping[str, str]) -> None:
                 "starts N processes itself), or ask the launcher for one process: torchrun --nproc_per_node 1, "
                 "accelerate launch --num_processes 1, srun --ntasks 1."
             )
+
+
+def refuse_fewer_gpus(wanted: int, count: int) -> None:
+    """Raise ConfigError if `wanted` is more than 1 and more than `count`, the number of GPUs of this process."""
+    if wanted > max(1, count):
+        raise ConfigError(
+            f"gpus={wanted}, and {with_noun(count, 'GPU')} can be used here. Type gpus={max(1, count)}, or device=cpu "
+            "for processes on the CPU."
+        )
 
 
 def end_with_parent(parent: int) -> None:

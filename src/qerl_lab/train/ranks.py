@@ -15,9 +15,9 @@ import torch
 from torch import distributed
 
 from qerl_lab.config.message import with_noun
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight.machine import VISIBLE
+from qerl_lab.system.processes import refuse_fewer_gpus
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=1)  # timeout for slow or hung ranks; the command itself detects dead ones
@@ -118,15 +118,6 @@ def visible_gpus() -> list[str]:
     """Return the GPUs that torch sees, as CUDA_VISIBLE_DEVICES lists them, or their numbers from 0 if it is not set."""
     count, given = torch.cuda.device_count(), os.environ.get(VISIBLE)
     return given.split(",")[:count] if given else [str(index) for index in range(count)]
-
-
-def refuse_fewer_gpus(wanted: int, count: int) -> None:
-    """Raise ConfigError if `wanted` is more than 1 and more than `count`, the number of GPUs that torch sees."""
-    if wanted > max(1, count):
-        raise ConfigError(
-            f"gpus={wanted} and torch sees {with_noun(count, 'GPU')} here. Type gpus={max(1, count)}, or device=cpu "
-            "for processes on the CPU."
-        )
 
 
 def hide_other_gpus(wanted: int) -> str | None:

@@ -58,14 +58,14 @@ def test_wrong_options_are_refused(options: RolloutOptions | StepOptions, messag
         check(options)
 
 
-def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scratch_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6e9))
     options = RolloutOptions(arms=["nvfp4", "bf16_stock"], scratch="/tmp")
-    with pytest.raises(ConfigError, match=r"6\.0 GB free, and qwen2\.5-7b in bf16 takes 15\.5 GB: 9\.5 GB are missing"):
+    with pytest.raises(ConfigError, match=r"5\.59 GiB free, and the weights of qwen2\.5-7b in bf16 take 14\.47 GiB"):
         arm_processes.prepare(options)
     options.arms = ["nvfp4", "nvfp4 format.ignore=[lm_head,down_proj]"]
-    with pytest.raises(ConfigError, match=r"qwen2\.5-7b in nvfp4 takes 8\.8 GB: 2\.8 GB are missing"):
+    with pytest.raises(ConfigError, match=r"qwen2\.5-7b in nvfp4 take 8\.15 GiB\. Type scratch=DIR"):
         arm_processes.prepare(options)
     options.arms = ["nvfp4", "mxfp4"]
     arm_processes.prepare(options)  # one after the other
@@ -117,7 +117,7 @@ def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(
     ]  # fmt: skip
     options.arms = ["nvfp4", "nvfp4 gpus=4"]
     options.groups = 8
-    with pytest.raises(ConfigError, match=r"gpus=4 and torch sees 3 GPUs here\. Type gpus=3"):
+    with pytest.raises(ConfigError, match=r"gpus=4, and 3 GPUs can be used here\. Type gpus=3"):
         arm_processes.prepare(options)
 
 

@@ -138,7 +138,7 @@ def test_of_several_gpus_the_first_visible_one_is_taken(
 @pytest.mark.parametrize(("count", "remedy"), [(0, 1), (1, 1), (3, 3)])
 def test_more_gpus_than_there_are_is_an_error(machine: Callable[..., None], count: int, remedy: int) -> None:
     machine(count, None)
-    said = rf"gpus=4 and torch sees {count} GPU{'' if count == 1 else 's'} here\. Type gpus={remedy}, or device=cpu"
+    said = rf"gpus=4, and {count} GPU{'' if count == 1 else 's'} can be used here\. Type gpus={remedy}, or device=cpu"
     with pytest.raises(ConfigError, match=said):
         ranks.hide_other_gpus(4)
 

@@ -44,7 +44,9 @@ def with_rows(queue: Queue, *attempts: tuple[int, str, str, str]) -> Queue:
 
 
 def test_runs_stand_in_order_seed_by_seed_and_each_once(queue: Queue) -> None:
-    rates = [(one.part.name, one.config.experiment, one.config.seed, one.config.optim.learning_rate) for one in queue.runs]
+    rates = [
+        (one.part.name, one.config.experiment, one.config.seed, one.config.optim.learning_rate) for one in queue.runs
+    ]
     assert rates == [
         ("pilot", "bf16", 100, 1e-4),
         ("formats", "bf16", 0, 1e-3), ("formats", "nvfp4", 0, 1e-3),
