@@ -4,7 +4,6 @@ A run is evaluated as its adapter on its base, as its base alone, or with lora=f
 benchmark is a task with held-out questions, given as NAME or NAME:PATH.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from huggingface_hub import save_torch_state_dict
 
 from qerl_lab import preflight, tasks
 from qerl_lab.config import rules
@@ -22,11 +20,11 @@ from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunC
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions, requested_run, split_name_and_path
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import on_disk, policy
-from qerl_lab.model.dense import dense_tensors
+from qerl_lab.model.dense import dense_tensors, write_model
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.on_disk import read_json
 from qerl_lab.model.policy import Policy
-from qerl_lab.model.weight_files import copy_companions, local_folder
+from qerl_lab.model.weight_files import local_folder
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 from qerl_lab.tasks import Task
 from qerl_lab.tasks.question_files import reword_path_error
@@ -163,13 +161,8 @@ def dequantized_subject(subject: Subject) -> Iterator[Subject]:
     loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device), fits_norms=True)
     tensors = dense_tensors(loaded, torch.bfloat16)
     model_folder = local_folder(subject.cfg.model.path, subject.cfg.model.revision)
-    config = {
-        key: value for key, value in read_json(model_folder / "config.json").items() if key != "quantization_config"
-    }
     with scratch_folder(size_of(tensors)) as folder:
-        save_torch_state_dict(tensors, folder)
-        copy_companions(model_folder, folder)
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        write_model(tensors, None, model_folder, folder)
         del loaded, tensors
         model = replace(subject.cfg.model, path=str(folder), revision=None, hash=None)
         cfg = replace(subject.cfg, model=model, format=replace(subject.cfg.format, name=DENSE_FORMAT))

@@ -66,16 +66,18 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
     return tensors
 
 
-def write_model(tensors: Mapping[str, Tensor], dtype: torch.dtype, base: Path, folder: Path) -> None:
+def write_model(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, base: Path, folder: Path) -> None:
     """Write a dense model to `folder`, for transformers and vLLM.
 
-    `tensors` are written in `dtype`; config.json, tokenizer and chat template come from the model in `base`.
-    config.json is written last, so that a folder with a config.json is complete.
+    `tensors` are written in `dtype`; None keeps the dtype of each. config.json, tokenizer and chat template come from
+    the model in `base`. config.json is written last, so that a folder with a config.json is complete.
     """
     folder.mkdir(exist_ok=True)
-    save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, folder)
+    save_torch_state_dict({name: tensor.to(dtype=dtype).contiguous() for name, tensor in tensors.items()}, folder)
     copy_companions(base, folder)
-    config = read_json(base / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
-    for key in ("quantization_config", "torch_dtype"):
-        config.pop(key, None)
+    config = read_json(base / "config.json")
+    config.pop("quantization_config", None)
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
