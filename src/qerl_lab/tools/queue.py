@@ -42,7 +42,7 @@ from qerl_lab.system.disk import make_directory, replace_file
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, SIGNALS, USAGE
 from qerl_lab.system.terminal import columns, format_path
 from qerl_lab.tools import queue_file
-from qerl_lab.tools.queue_file import DONE, FAILED, PREREGISTRATION, Part, Planned, Queue, Row, split_words
+from qerl_lab.tools.queue_file import ATTEMPTS, DONE, FAILED, PREREGISTRATION, Part, Planned, Queue, Row, split_words
 
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
@@ -124,8 +124,9 @@ def plan(options: PlanOptions) -> None:
     together = f", {at_once} runs at once" if at_once > 1 else ""
     print(f"{with_noun(len(all_left), 'run')} left, {seconds(all_left) / at_once / 3600:.1f} hours{together}")
     for planned in queue.runs:
-        if queue.failures(planned.key) and planned not in queue.left() and not queue.is_done(planned.key):
-            print(f"failed {queue.failures(planned.key)} times, not planned again: {planned.key}")
+        failures = queue.failures(planned.key)
+        if failures >= ATTEMPTS and not queue.is_done(planned.key):
+            print(f"failed {failures} times, not planned again: {planned.key}")
     if names := list(dict.fromkeys(row["run"] for row in queue.of_another_preregistration())):
         print(
             f"{with_noun(len(names), 'run')} made under another {PREREGISTRATION}; to make one of this queue again, "
