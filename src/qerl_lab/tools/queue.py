@@ -387,7 +387,8 @@ class Machine:
 
     def _tell(self, planned: Planned, how: str) -> None:
         """Print why a run, or one of its evaluations, is not done here; `how` follows the run's key."""
-        print(f"{planned.key} {how}; {format_path(self.console_file(planned))} has its output", flush=True)
+        line = f"{planned.key} {how}; {format_path(self.console_file(planned))} has its output\n"
+        print(line, end="", flush=True)  # one write, because the threads of other runs print too
 
     def console_file(self, planned: Planned) -> Path:
         """Return the path of KEY.txt, beside the run's directory, which collects the output of the run's commands."""
