@@ -1,17 +1,17 @@
-"""The error of quantized weights against a direct computation in float64, and what is read from a checkpoint."""
+"""The error of quantized weights against a direct computation in float64, and which weights are compared."""
 
 import math
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from qerl_lab.evaluate import weight_error
 from qerl_lab.formats import Fp8, Mxfp4, Nf4, Nvfp4
+from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.weight_files import WeightFiles
 
-CPU = torch.device("cpu")
 FORMATS = [Nvfp4("max"), Nvfp4("four_over_six"), Mxfp4("round"), Mxfp4("ceil"), Nf4(True), Nf4(False), Fp8("auto")]
 
 
@@ -43,21 +43,11 @@ def test_without_an_error_there_are_no_decibels() -> None:
     assert weight_error.sum_errors([(weight, weight)]) == {"relative": 0, "sqnr_db": None}
 
 
-def test_what_a_method_wrote_is_read_from_its_files(tmp_path) -> None:
-    """And a fused layer has one global scale, as where it is packed."""
-    generator = torch.Generator().manual_seed(0)
-    names = ["m.q_proj", "m.k_proj"]
-    dense = {f"{name}.weight": torch.randn(16, 32, generator=generator) * (n + 1) for n, name in enumerate(names)}
-    weight_format, packed = Nvfp4("max"), {}
-    for name in names:  # each by itself: another global scale than the fused layer's
-        parts = weight_format.quantize(dense[f"{name}.weight"])
-        packed |= {f"{name}.{key}": tensor for key, tensor in parts.items()}
-    for folder, tensors in (("dense", dense), ("packed", packed)):
-        (tmp_path / folder).mkdir()
-        save_file(tensors, tmp_path / folder / "model.safetensors")
-    files = [WeightFiles(tmp_path / folder) for folder in ("dense", "packed")]
-    first, second = weight_error.layers(weight_format, *files, names, CPU)
-    first_nearest, second_nearest = weight_error.layers(weight_format, files[0], None, names, CPU)
-    assert not torch.equal(first[1], first_nearest[1]), "the smaller one of the two had the larger scale"
-    assert torch.equal(second[1], second_nearest[1])
-    assert all(torch.equal(weight, dense["m.k_proj.weight"]) for weight, _ in (second, second_nearest))
+def test_a_packed_layer_is_compared_with_the_dense_weight_in_the_files(tmp_path) -> None:
+    weight_format, generator = Nvfp4("max"), torch.Generator().manual_seed(0)
+    dense, other = (torch.randn(16, 32, generator=generator) for _ in range(2))
+    save_file({"m.q_proj.weight": dense}, tmp_path / "model.safetensors")
+    layer = PackedLinear(nn.Linear(32, 16, device="meta"), weight_format, weight_format.quantize(other))
+    ((weight, stored),) = weight_error.layers({"m.q_proj": layer}, WeightFiles(tmp_path))
+    assert torch.equal(weight, dense)
+    assert torch.equal(stored, weight_format.dequantize(weight_format.quantize(other), (16, 32), torch.float32))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from scipy import stats
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from qerl_lab import formats, rollout
 from qerl_lab.config.conf_folder import choices_of
@@ -29,7 +29,7 @@ from qerl_lab.evaluate.evaluate_options import EntropyOptions, split_name_and_pa
 from qerl_lab.evaluate.subject import load_questions, packed_format, task_config
 from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
-from qerl_lab.model.linear import packable
+from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.on_disk import read_json
 from qerl_lab.model.weight_files import WeightFiles, local_folder
 from qerl_lab.record.environment import environment
@@ -194,14 +194,9 @@ def measure_arm(arm: Arm, texts: Texts, folder: Path) -> dict[str, Any]:
 
     The row has entropy and KL on `texts`, and the error of the weights.
     """
-    device = texts.states.device
-    model, _ = policy.load_base(arm.cfg, device)
+    model, _ = policy.load_base(arm.cfg, texts.states.device)
     entropies_T, kl_T = compare_to_dense(model, texts)
-    del model
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    linears = packable(loading.empty_model(config, torch.float32), arm.cfg.format.ignore)
-    dense, packed = WeightFiles(folder), None if arm.folder is None else WeightFiles(arm.folder)
-    errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
+    errors = weight_error.layers(packed_layers(model), WeightFiles(folder), fit_scales=arm.method == "awq")
     row = {"arm": arm.name, **entropy_columns(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
     if arm.folder is not None:
         row["checkpoint"] = terminal.format_path(arm.folder)

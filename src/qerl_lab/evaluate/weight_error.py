@@ -1,38 +1,29 @@
 """Measure the squared error that quantization leaves in weights, of a checkpoint or of rounding to nearest."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Format, pack_fused
-from qerl_lab.model.linear import fused_groups
+from qerl_lab.formats.format import Format
+from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.weight_files import WeightFiles
 
 FIT_ROUNDS = 4
 
 
 def layers(
-    weight_format: Format, dense: WeightFiles, packed: WeightFiles | None, linears: list[str], device: torch.device,
-    *, fit_scales: bool = False,
-) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Yield the weights of each Linear in `linears` (full names) before and after quantization, float32 [N, K] each.
+    packed: Mapping[str, PackedLinear], dense: WeightFiles, *, fit_scales: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each packed layer of a model its weight in the files `dense`, and its own: float32 [N, K] each.
 
-    `dense` holds the original weights. `packed` is a quantized checkpoint of the same model; with None, the weights are
-    rounded to nearest. `fit_scales` removes from the stored weights the scales that AWQ moved into the previous layer.
+    `fit_scales` removes from the model's weights the scales that AWQ moved into the previous layer.
     """
-    for group in fused_groups(linears):
-        weights = {name: dense.tensor(f"{name}.weight", device) for name in group}
-        exact = {name: weight.float() for name, weight in weights.items()}
-        if packed is not None:
-            for name, weight in exact.items():
-                yield weight, stored_weight(weight_format, packed, name, weight, fit_scales)
-            continue
-        for name, tensors in pack_fused(weight_format, weights):
-            weight = exact.pop(name)
-            shape = (weight.shape[0], weight.shape[1])
-            yield weight, weight_format.dequantize(tensors, shape, torch.float32)
+    for name, layer in packed.items():
+        weight = dense.tensor(f"{name}.weight", layer.weight.device).float()
+        stored = layer.weight_format.dequantize(layer.packed(), (layer.out_features, layer.in_features), torch.float32)
+        yield weight, remove_scales(weight, stored) if fit_scales else stored
 
 
 def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight: Tensor, fit_scales: bool) -> Tensor:
