@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from failing_engines import command as failing
 from qerl_lab import rollout, tasks
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.evaluate.accuracy import evaluate, merge_parts
+from qerl_lab.evaluate.accuracy import by_question, evaluate
 from qerl_lab.model import policy
 from qerl_lab.model.policy import save_adapter
 from qerl_lab.record.directory import RunDirectory
@@ -107,7 +107,7 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
     learner = policy.build(cfg, torch.device("cpu"))
     engine, task = BothRanks(rollout.build(cfg, learner), cfg), tasks.load(cfg.task)
     halves = [evaluate(engine.engine, learner, task, cfg, part, 1) for part in (range(2), range(2, 4))]
-    pd.testing.assert_frame_equal(RunDirectory(two).evaluations()["before"], merge_parts(halves).rows)
+    pd.testing.assert_frame_equal(RunDirectory(two).evaluations()["before"], by_question(pd.concat(halves)))
     run = train(cfg, learner, engine, tmp_path)
 
     logged = [(step, metrics) for step, metrics in lines_of(two) if "reward/mean" in metrics]

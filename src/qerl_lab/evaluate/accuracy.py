@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from qerl_lab.config.schema import RunConfig
@@ -20,13 +20,13 @@ METRICS = {  # measured column of an evaluation -> metric
 def ask_questions(
     engine: Engine, policy: Policy, task: Task, questions: Sequence[Question], samples: int, sampling: Sampling,
     on_done: OnDone = do_nothing,
-) -> tuple[pd.DataFrame, float | None]:  # fmt: skip
+) -> pd.DataFrame:  # fmt: skip
     """Sample each question `samples` times with the engine's current weights, and grade the completions.
 
-    Returns a row per completion, the samples of a question consecutively, and the sampler's mean entropy over all
-    completion tokens, in nats; None if the engine does not report it. Columns: id, answer (the reference answer), draw
-    (from 0), accuracy, format and the task's other scores, tokens, truncated, completion (the graded text: if the
-    prompt opens the answer, its opening tags are included).
+    Returns a row per completion, the samples of a question consecutively. Columns: id, answer (the reference answer),
+    draw (from 0), accuracy, format and the task's other scores, tokens, truncated, completion (the graded text: if the
+    prompt opens the answer, its opening tags are included), entropy_nats (of the sampler, summed over the tokens; NaN
+    if the engine does not report it).
 
     Calls `on_done` with the number of newly finished completions. Raises EngineFailed if the engine fails or its result
     is incomplete, and FloatingPointError if the sampler's logits are NaN: its tokens are then drawn at random.
@@ -53,56 +53,47 @@ def ask_questions(
         "tokens": [len(completion.ids) for completion in out.completions],
         "truncated": [completion.finish_reason == "length" for completion in out.completions],
         "completion": texts,
+        "entropy_nats": np.array([completion.entropy for completion in out.completions], float),
     }
-    return pd.DataFrame(rows), out.entropy
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A held-out evaluation. `rows` has one row per question; `entropy` is as in `ask_questions`.
-
-    Columns: id, answer (the reference answer); accuracy, format, tokens and truncated, each a mean over samples; sample
-    (the first completion).
-    """
-
-    rows: pd.DataFrame
-    entropy: float | None
-
-    def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Return the metrics for metrics.jsonl, with names that begin with `prefix`: means over questions, and entropy.
-
-        Without `entropy` this metric is left out.
-        """
-        means = {f"{prefix}{metric}": float(self.rows[column].mean()) for column, metric in METRICS.items()}
-        return means if self.entropy is None else means | {f"{prefix}entropy_nats": self.entropy}
+    return pd.DataFrame(rows)
 
 
 def evaluate(
     engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = do_nothing
-) -> Evaluation:
+) -> pd.DataFrame:
     """Sample and grade `samples` answers to each held-out question of a task with an index in `part`.
 
-    `cfg` is the configuration of the training run. Uses the engine's current weights. The sampling seed is a hash of
-    `cfg.seed` alone: all evaluations of a run, and all runs with the same seed, share it. The transformers engine adds
-    `part.start` to the seed.
+    Returns rows as `ask_questions` does. `cfg` is the configuration of the training run. Uses the engine's current
+    weights. The sampling seed is a hash of `cfg.seed` alone: all evaluations of a run, and all runs with the same seed,
+    share it. The transformers engine adds `part.start` to the seed.
     """
-    asked = task.heldout[part.start : part.stop]
     most, seed = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed)
     sampling = Sampling(most, seed, cfg.eval.temperature, cfg.eval.top_p, first=part.start)
-    rows, entropy = ask_questions(engine, policy, task, asked, samples, sampling, on_done)
-    means = {name: rows[name].to_numpy(float).reshape(len(asked), samples).mean(1) for name in METRICS}
+    return ask_questions(engine, policy, task, task.heldout[part.start : part.stop], samples, sampling, on_done)
+
+
+def by_question(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of an evaluation in eval.parquet: a row per question, from the `rows` of `ask_questions`.
+
+    Columns: id, answer; accuracy, format, tokens and truncated, each a mean over samples; sample (the first
+    completion).
+    """
     first = rows[rows["draw"] == 0]
-    of_questions = {"id": first["id"], "answer": first["answer"], **means, "sample": first["completion"]}
-    return Evaluation(pd.DataFrame(of_questions).reset_index(drop=True), entropy)
+    means = {name: rows[name].to_numpy(float).reshape(len(first), -1).mean(1) for name in METRICS}
+    columns = {"id": first["id"], "answer": first["answer"], **means, "sample": first["completion"]}
+    return pd.DataFrame(columns).reset_index(drop=True)
 
 
-def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
-    """Merge evaluations of consecutive parts of the questions; the entropy is weighted by completion tokens."""
-    tokens = [float(part.rows["tokens"].sum()) for part in parts]
-    shares = [own / sum(tokens) for own in tokens]
-    weighted = [part.entropy * share for part, share in zip(parts, shares, strict=True) if part.entropy is not None]
-    rows = pd.concat([part.rows for part in parts], ignore_index=True)
-    return Evaluation(rows, sum(weighted) if weighted else None)
+def metrics(rows: pd.DataFrame, prefix: str = "eval/") -> dict[str, float]:
+    """Return the metrics of an evaluation for metrics.jsonl, from the `rows` of `ask_questions`.
+
+    They are means over questions, and the mean entropy over all completion tokens, which is left out if the engine does
+    not report it. Names begin with `prefix`.
+    """
+    questions = by_question(rows)
+    means = {f"{prefix}{metric}": float(questions[column].mean()) for column, metric in METRICS.items()}
+    entropies = rows["entropy_nats"].dropna()
+    return means | ({f"{prefix}entropy_nats": sum(entropies) / int(rows["tokens"].sum())} if len(entropies) else {})
 
 
 def evaluation_seed(*parts: int | str) -> int:

@@ -175,7 +175,7 @@ def answer_missing_parts(
             seed, count = evaluation_seed(cfg.seed, task.name, number), samples[task.name]
             sampling = Sampling(cfg.rollout.max_completion_tokens, seed, cfg.eval.temperature, cfg.eval.top_p)
             try:
-                rows, _ = ask_questions(sampler, loaded, task, questions, count, sampling, bar.advance)
+                rows = ask_questions(sampler, loaded, task, questions, count, sampling, bar.advance)
             except EngineFailed as error:
                 reason = first_line(error).rstrip(".")
                 raise ValueError(f"{reason}. The same command goes on where it stopped.") from error
@@ -186,7 +186,7 @@ def answer_missing_parts(
             prompts = [json.dumps(task.messages(question)).encode() for question in questions]
             hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(count)]
             columns = {"benchmark": task.name, "engine": engine, "sampling": sampling_name, "prompt_sha256": hashes}
-            rows = pd.concat([pd.DataFrame(columns, index=rows.index), rows], axis=1)
+            rows = pd.concat([pd.DataFrame(columns, index=rows.index), rows.drop(columns="entropy_nats")], axis=1)
             replace_file(unfinished.folder / file, rows.to_parquet(index=False))
             unfinished.note(file)
     return too_long

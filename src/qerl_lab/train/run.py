@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from qerl_lab import aqn, formats, preflight, rollout, tasks
@@ -19,7 +20,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import DENSE_FORMAT, AqnConfig, RunConfig, TaskConfig
 from qerl_lab.config.spelling import resume_override
-from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
+from qerl_lab.evaluate import accuracy
 from qerl_lab.model import dense, linear, on_disk
 from qerl_lab.model.gpu_memory import limit_to_part
 from qerl_lab.model.policy import Policy, device_of, load_adapter
@@ -218,27 +219,27 @@ def evaluate_heldout(
     directory, ranks = session.directory, session.ranks
     rows_by_phase, is_logged = {}, False
     if session.tracker:
-        rows_by_phase, accuracy = directory.evaluations(), f"{prefix}accuracy"
-        is_logged = any(line["step"] == step and accuracy in line["metrics"] for line in directory.metrics())
+        rows_by_phase, metric = directory.evaluations(), f"{prefix}accuracy"
+        is_logged = any(line["step"] == step and metric in line["metrics"] for line in directory.metrics())
     if not questions or ranks.from_first(is_logged and phase in rows_by_phase):
         return
     questions = min(questions, len(session.data.task.heldout))
     when = f"{phase} training" if phase in ("before", "after") else f"after {phase}"
     ask = partial(ask_own_share, session, questions, samples, when)
-    own_answers = ranks.run_on_all(ask, Interrupted, EngineFailed, Diverged)
-    answers = merge_parts([answers for answers in ranks.gather(own_answers) if answers])
+    own_rows = ranks.run_on_all(ask, Interrupted, EngineFailed, Diverged)
+    rows = pd.concat(ranks.gather(own_rows), ignore_index=True)
     if session.tracker:
-        directory.write_evaluations(rows_by_phase | {phase: answers.rows})
+        directory.write_evaluations(rows_by_phase | {phase: accuracy.by_question(rows)})
         if not is_logged:
             gain = runs.gain_metrics(directory) if phase == "after" else {}
-            session.tracker.log(step, answers.metrics(prefix) | gain)
+            session.tracker.log(step, accuracy.metrics(rows, prefix) | gain)
 
 
-def ask_own_share(session: Session, questions: int, samples: int, when: str) -> Evaluation | None:
+def ask_own_share(session: Session, questions: int, samples: int, when: str) -> pd.DataFrame | None:
     """Ask and grade this rank's share of the first `questions` held-out questions; return None if the share is empty.
 
-    Samples without noise. `when` completes the title of the progress bar. Raises Interrupted if the run is asked to
-    stop meanwhile, and Diverged if the sampler's logits are NaN.
+    Returns rows as `accuracy.ask_questions` does. Samples without noise. `when` completes the title of the progress
+    bar. Raises Interrupted if the run is asked to stop meanwhile, and Diverged if the sampler's logits are NaN.
     """
     cfg, share, completions_of_all = session.cfg, session.ranks.share(questions), questions * samples
     if not share:
@@ -251,7 +252,7 @@ def ask_own_share(session: Session, questions: int, samples: int, when: str) -> 
             session.stop.raise_if_requested()
 
         try:
-            return evaluate(session.engine, session.policy, session.data.task, cfg, share, samples, advance)
+            return accuracy.evaluate(session.engine, session.policy, session.data.task, cfg, share, samples, advance)
         except FloatingPointError as error:
             raise Diverged(
                 f"{error} in the evaluation {when}. Type a lower optim.learning_rate (it is "

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab import tasks
-from qerl_lab.evaluate.accuracy import ask_questions, evaluate, evaluation_seed, merge_parts
+from qerl_lab.evaluate.accuracy import ask_questions, by_question, evaluate, evaluation_seed, metrics
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Completion, OnDone, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
@@ -65,11 +65,11 @@ def test_a_policy_that_did_not_change_gains_exactly_nothing(policy, tiny) -> Non
     before = evaluate(engine, policy, task, cfg, *size)
     engine.generate([policy.chat.prompt_ids(task.messages(task.train[0]))], 2, Sampling(4, seed=9))
     after = evaluate(engine, policy, task, cfg, *size)
-    pd.testing.assert_frame_equal(before.rows, after.rows)
-    assert before.metrics() == after.metrics()
+    pd.testing.assert_frame_equal(before, after)
+    assert metrics(before) == metrics(after)
     other = evaluate(engine, policy, task, replace(cfg, seed=1), *size)
-    assert other.rows["id"].tolist() == before.rows["id"].tolist()
-    assert other.rows["sample"].tolist() != before.rows["sample"].tolist()
+    assert other["id"].tolist() == before["id"].tolist()
+    assert other["completion"].tolist() != before["completion"].tolist()
 
 
 class Scripted(Recording):
@@ -94,7 +94,7 @@ def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
     first, second, third = (f"<answer>{question.answer}</answer>" for question in task.heldout[:3])
     texts = [[first, "no"], [second, f"<think>x</think>{second}"], [f"<think>so</think>{first}x", third]]
     assert len({first, second, third}) == 3
-    rows = evaluate(Scripted(policy, texts), policy, task, cfg, range(3), 2).rows
+    rows = by_question(evaluate(Scripted(policy, texts), policy, task, cfg, range(3), 2))
     assert rows["accuracy"].tolist() == [0.5, 1.0, 0.5]
     assert rows["format"].tolist() == [0.0, 0.5, 0.0]
     assert rows["sample"].tolist() == [group[0] for group in texts]
@@ -109,7 +109,7 @@ def test_thinking_that_the_prompt_has_opened_is_part_of_what_is_graded(policy, t
     learner, task = replace(policy, tokenizer=opening), tasks.load(tiny().task)
     said = "{0}</think><answer>{0}</answer>", "is it <answer>{0}</answer>"
     engine = Scripted(learner, [[text.format(one.answer) for text in said] for one in task.heldout[:2]])
-    rows, _ = ask_questions(engine, learner, task, task.heldout[:2], 2, Sampling(9, seed=0))
+    rows = ask_questions(engine, learner, task, task.heldout[:2], 2, Sampling(9, seed=0))
     assert rows["format"].tolist() == rows["accuracy"].tolist() == [1.0, 0.0] * 2
 
 
@@ -120,22 +120,22 @@ def test_completions_that_were_cut_are_graded_and_counted(policy, tiny) -> None:
     first, second = (f"<answer>{question.answer}</answer>" for question in task.heldout[:2])
     engine = Scripted(policy, [[first, first], ["<think>", second]], cut=[(0, 1), (1, 0), (1, 1)])
     found = evaluate(engine, policy, task, cfg, range(2), 2)
-    assert found.rows["truncated"].tolist() == [0.5, 1.0]
-    assert found.metrics()["eval/truncated_fraction"] == 0.75
-    assert found.metrics()["eval/accuracy"] == 0.75
+    assert by_question(found)["truncated"].tolist() == [0.5, 1.0]
+    assert metrics(found)["eval/truncated_fraction"] == 0.75
+    assert metrics(found)["eval/accuracy"] == 0.75
 
 
 def test_a_row_has_every_score_of_the_task(policy, tiny) -> None:
     task = tasks.load(tiny().task)
     engine = Scripted(policy, [["<answer>\\undefined{</answer>", "<answer>1</answer>"]])
-    rows, _ = ask_questions(engine, policy, task, task.heldout[:1], 2, Sampling(9, seed=0))
+    rows = ask_questions(engine, policy, task, task.heldout[:1], 2, Sampling(9, seed=0))
     assert rows["unparsed"].tolist() == [1, 0]
 
 
 def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
-    """Recording gives none. The parts are those of two processes."""
+    """Recording gives none, and completions of one token."""
     cfg = tiny()
-    parts = [evaluate(Recording(), policy, tasks.load(cfg.task), cfg, range(n, n + 1), 1) for n in range(2)]
-    assert "eval/entropy_nats" not in merge_parts(parts).metrics()
-    known = [replace(part, entropy=0.5) for part in parts]
-    assert merge_parts(known).metrics() == merge_parts(parts).metrics() | {"eval/entropy_nats": 0.5}
+    rows = evaluate(Recording(), policy, tasks.load(cfg.task), cfg, range(2), 1)
+    assert "eval/entropy_nats" not in metrics(rows)
+    known = rows.assign(entropy_nats=[0.25, 0.75], tokens=[1, 3])
+    assert metrics(known) == metrics(rows.assign(tokens=[1, 3])) | {"eval/entropy_nats": 0.25}

@@ -74,13 +74,13 @@ def test_the_same_first_questions_are_asked_every_time(watched: Path) -> None:
 def test_a_signal_within_an_evaluation_saves_the_step_and_the_run_goes_on_as_if_nothing_was(
     watched: Path, new_runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop, evaluate, calls = Stop(), run_module.evaluate, iter(range(1, 100))
+    stop, evaluate, calls = Stop(), run_module.accuracy.evaluate, iter(range(1, 100))
 
     def interrupted(*args: Any) -> Any:
         stop.signalled = next(calls) == 3  # before training, at step 0, at step 2
         return evaluate(*args)
 
-    monkeypatch.setattr(run_module, "evaluate", interrupted)
+    monkeypatch.setattr(run_module.accuracy, "evaluate", interrupted)
     runs = new_runs(eval__every=2)
     folder = runs.directory.path
     assert runs.run(stop=stop) == INTERRUPTED
