@@ -96,8 +96,8 @@ BUGS = [
         "norms, temperature = self.engine.norms(), 1.0",
         "unit/train/test_trainer.py::test_without_noise_nothing_is_probed"),
     Bug("sigma is solved at temperature 1", "train/noise_level.py",
-        "kl.NoiseKl(policy, pairs, cfg.rollout.temperature, batch_size)",
-        "kl.NoiseKl(policy, pairs, 1.0, batch_size)",
+        "kl.logprobs(policy.base, states, cfg.rollout.temperature)",
+        "kl.logprobs(policy.base, states, 1.0)",
         "unit/train/test_noise_level.py"),
     # sampling and data
     Bug("sampler entropy counts padding", "rollout/transformers.py",

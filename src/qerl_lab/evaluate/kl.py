@@ -1,16 +1,13 @@
 """KL between models, or of noise, over the whole vocabulary, in nats per token (_T), `CHUNK` tokens at a time."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
-
-from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.model.policy import Policy
 
 CHUNK = 1024  # most tokens with float32 logits in memory at once
 
@@ -87,37 +84,3 @@ def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -
         with torch.no_grad(), model.base_model.register_forward_hook(put_states):
             logits = model(input_ids=token, use_cache=False).logits.squeeze(1)
         yield (logits.float() / temperature).log_softmax(-1)
-
-
-class NoiseKl:
-    """Measures the KL of noises on fixed texts, at `tokens` tokens in all.
-
-    The hidden states of the policy without noise are computed once, and kept for all noises.
-    """
-
-    def __init__(self, policy: Policy, pairs: Pairs, temperature: float, batch_size: int) -> None:
-        """Split `pairs` into batches and compute their hidden states. `temperature` divides the logits."""
-        self._policy, self._temperature = policy, temperature
-        self._batches = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
-        self._clean = [self._states(CLEAN, batch) for batch in self._batches]
-        self.tokens = sum(map(len, self._clean))
-
-    def nats(self, noises: Sequence[Noise]) -> float:
-        """Return KL(noisy || clean) in nats, summed over all tokens; 0 without texts.
-
-        Each batch of texts uses one of `noises`, in turn, so each text gets one noise draw only. This is enough,
-        because KL varies more between texts than between draws: a few texts dominate it.
-        """
-        model, total = self._policy.base, 0.0
-        for number, (batch, clean) in enumerate(zip(self._batches, self._clean, strict=True)):
-            noisy = self._states(noises[number % len(noises)], batch)
-            chunks = (logprobs(model, states, self._temperature) for states in (noisy, clean))
-            with self._policy.autocasting():
-                total += sum(per_token(p, q).sum().item() for p, q in zip(*chunks, strict=True))
-        return total
-
-    @torch.no_grad()
-    def _states(self, noise: Noise, pairs: Pairs) -> Tensor:
-        """Return the policy's hidden states with noise at the compared tokens of `pairs`: [tokens, hidden]."""
-        with self._policy.as_sampler(noise.onto_norms(self._policy.clean_norms)):
-            return hidden_states(self._policy.base, pairs)

@@ -7,6 +7,7 @@ sigma, because measurements are pooled over ranks.
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,35 +118,53 @@ class NoiseLevel:
 def build_kl_measure(
     cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, ranks: Ranks
 ) -> Callable[[list[aqn.Noise]], float]:
-    """Sample completions without noise; return a function that gives the mean KL of noises on them, in nats per token.
+    """Return a function that gives the mean KL(noisy || clean) of a list of noises on sampled texts, in nats per token.
 
-    The completions answer the next questions of `cursor`, split over ranks. Each noise is measured on a share of them.
-    Afterwards the engine holds clean norms. Raises EngineFailed on every rank if any rank fails or its completions are
-    incomplete.
+    Each batch of texts gets one of the noises, in turn, so each text gets one draw only. This is enough, because KL
+    varies more between texts than between draws: a few texts dominate it. Hidden states without noise are computed once
+    and kept. Raises EngineFailed on every rank if any rank fails or its texts are incomplete.
     """
+    pairs = ranks.run_on_all(partial(sample_clean_texts, cfg, step, cursor, policy, engine, ranks), EngineFailed)
+    size = max(1, min(cfg.optim.completions_at_once, len(pairs) // cfg.aqn.solver.draws))
+    batches = [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
+
+    def hidden_states(noise: aqn.Noise, batch: kl.Pairs) -> Tensor:
+        with policy.as_sampler(noise.onto_norms(policy.clean_norms)):
+            return kl.hidden_states(policy.base, batch)
+
+    clean = [hidden_states(aqn.CLEAN, batch) for batch in batches]
+    tokens = sum(ranks.gather(sum(map(len, clean))))
+
+    def mean_kl_of_noises(noises: list[aqn.Noise]) -> float:
+        nats = 0.0
+        # Each rank starts at another noise, so that ranks with few texts cover all noises.
+        for number, (batch, clean_states) in enumerate(zip(batches, clean, strict=True), start=ranks.rank):
+            both = hidden_states(noises[number % len(noises)], batch), clean_states
+            chunks = (kl.logprobs(policy.base, states, cfg.rollout.temperature) for states in both)
+            with policy.autocasting():
+                nats += sum(kl.per_token(p, q).sum().item() for p, q in zip(*chunks, strict=True))
+        return sum(ranks.gather(nats)) / tokens
+
+    return mean_kl_of_noises
+
+
+def sample_clean_texts(
+    cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, ranks: Ranks
+) -> kl.Pairs:
+    """Sample this rank's share of aqn.solver.prompts completions without noise; the engine then holds clean norms.
+
+    They answer the next questions of `cursor`, which stays where it is. Raises EngineFailed if the engine fails.
+    """
+    engine.sync(aqn.CLEAN)
     share = ranks.share(cfg.aqn.solver.prompts)
-    questions = Cursor(cursor.data, cursor.position).take(share.stop)[share.start :]  # the run's cursor stays
+    questions = Cursor(cursor.data, cursor.position).take(share.stop)[share.start :]
     prompts = [policy.chat.prompt_ids(cursor.data.task.messages(question)) for question in questions]
     sampling = sampling_settings(cfg, step, SOLVING_ATTEMPT, ranks.rank)
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, MAX_TEXT_TOKENS))
-
-    def sample_own_texts() -> kl.Pairs:
-        engine.sync(aqn.CLEAN)
-        out = ask_engine(engine, prompts, 1, sampling)
-        if not out:
-            return []
-        return [(prompt, sampled.ids) for prompt, sampled in zip(out.prompt_ids_P, out.completions, strict=True)]
-
-    pairs = ranks.run_on_all(sample_own_texts, EngineFailed)
-    batch_size = max(1, min(cfg.optim.completions_at_once, len(pairs) // cfg.aqn.solver.draws))
-    noise_kl = kl.NoiseKl(policy, pairs, cfg.rollout.temperature, batch_size)
-    tokens = sum(ranks.gather(noise_kl.tokens))
-
-    def mean_kl_of_noises(noises: list[aqn.Noise]) -> float:
-        first = ranks.rank % len(noises)  # start each rank at another noise, so that ranks with few texts cover all
-        return sum(ranks.gather(noise_kl.nats(noises[first:] + noises[:first]))) / tokens
-
-    return mean_kl_of_noises
+    out = ask_engine(engine, prompts, 1, sampling)
+    if not out:
+        return []
+    return [(prompt, sampled.ids) for prompt, sampled in zip(out.prompt_ids_P, out.completions, strict=True)]
 
 
 def probe(
