@@ -67,14 +67,11 @@ def run(options: AccuracyOptions) -> None:
         return print_results(out, "was evaluated before")
     if out.exists() and not options.overwrite:
         raise ConfigError(f"out={out} holds something else. Type another out, or overwrite=true to replace it.")
-    too_long, seconds = dict[str, int](), 0.0
+    # A dense base is asked once: its own engine is the common one.
+    engines = (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,)
     with Unfinished(out, identity, options.overwrite) as unfinished:
-        # A dense base is asked once: its own engine is the common one.
-        for engine in (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,):
-            # Both engines leave out the same questions, so one `too_long` is enough.
-            too_long, seconds_of_engine = ask_engine(chosen, tasks, identity, engine, unfinished)
-            seconds += seconds_of_engine
-        write_results(options, chosen, tasks, identity, too_long, seconds, unfinished)
+        seconds = sum(ask_engine(chosen, tasks, identity, engine, unfinished) for engine in engines)
+        write_results(options, chosen, tasks, identity, seconds, unfinished)
     print_results(out, "is evaluated")
 
 
@@ -110,11 +107,11 @@ def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Seque
 
 def ask_engine(
     chosen: Subject, tasks: Sequence[Task], identity: Mapping[str, Any], engine: str, unfinished: Unfinished
-) -> tuple[dict[str, int], float]:
+) -> float:
     """Load the engine OWN or COMMON of `chosen` and let it answer (see `answer_missing_parts`).
 
-    Returns the questions left out and the seconds of answering. A function of its own, so that the first policy and
-    engine are freed before the second are built.
+    Returns the seconds of answering. A function of its own, so that the first policy and engine are freed before the
+    second are built.
     """
     with ExitStack() as stack:
         evaluated = chosen if engine == OWN else stack.enter_context(subject.dequantized_subject(chosen))
@@ -123,8 +120,8 @@ def ask_engine(
             evaluated.cfg.jobs_per_gpu = 1  # the jobs that shared the GPU with the run have ended
         sampler = stack.enter_context(closing(rollout.build(evaluated.cfg, loaded)))
         started = time.time()
-        too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, loaded, sampler, unfinished)
-        return too_long, time.time() - started
+        answer_missing_parts(chosen.cfg, tasks, identity, engine, loaded, sampler, unfinished)
+        return time.time() - started
 
 
 class Part(NamedTuple):
@@ -139,21 +136,20 @@ class Part(NamedTuple):
 def answer_missing_parts(
     cfg: RunConfig, tasks: Sequence[Task], identity: Mapping[str, Any], engine: str, loaded: Policy, sampler: Engine,
     unfinished: Unfinished,
-) -> dict[str, int]:  # fmt: skip
+) -> None:  # fmt: skip
     """Ask the questions to which the folder `unfinished` has no answers yet, and write the answers there.
 
     Questions are asked in parts of about one generation batch, or four for vLLM, which refills its batch. Each part
     gets a Parquet file with a row per completion. The number of the part enters the sampling seed, which is the same
-    for all arms and engines. Returns by benchmark how many questions are longer than max_prompt_tokens, and so not
-    asked. Raises ConfigError if all questions of a benchmark are too long, ValueError if the engine failed or its
-    logits are NaN.
+    for all arms and engines. Questions longer than max_prompt_tokens are not asked. Raises ConfigError if all questions
+    of a benchmark are too long, ValueError if the engine failed or its logits are NaN.
 
     Args:
         identity: settings from `identifying_settings`, with the number of samples of each benchmark.
         engine: OWN or COMMON, the name of `sampler` in the rows.
     """
     ((sampling_name, samples),) = identity["samplings"].items()
-    too_long, parts = dict[str, int](), list[Part]()
+    parts = list[Part]()
     limit, at_once = cfg.rollout.max_prompt_tokens, cfg.rollout.batch_size
     for task in tasks:
         lengths = [len(loaded.chat.prompt_ids(task.messages(question))) for question in task.heldout]
@@ -163,7 +159,6 @@ def answer_missing_parts(
                 f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
                 f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
             )
-        too_long[task.name] = len(lengths) - len(fitting)
         size = max(1, at_once * (1 if cfg.rollout.engine == "transformers" else 4) // samples[task.name])
         for number, begin in enumerate(range(0, len(fitting), size)):
             file = f"{engine}-{task.name}-{number:05d}.parquet"
@@ -189,7 +184,6 @@ def answer_missing_parts(
             rows = pd.concat([pd.DataFrame(columns, index=rows.index), rows.drop(columns="entropy_nats")], axis=1)
             replace_file(unfinished.folder / file, rows.to_parquet(index=False))
             unfinished.note(file)
-    return too_long
 
 
 def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:
@@ -204,16 +198,18 @@ def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> 
 
 def write_results(
     options: AccuracyOptions, chosen: Subject, tasks: Sequence[Task], identity: Mapping[str, Any],
-    too_long: Mapping[str, int], seconds: float, unfinished: Unfinished,
+    seconds: float, unfinished: Unfinished,
 ) -> None:  # fmt: skip
     """Merge the answers in the folder `unfinished` into eval.parquet, write evaluation.json, and rename the folder.
 
-    `too_long` has the number of questions left out by benchmark, `seconds` is the time taken.
+    `seconds` is the time taken.
     """
     cfg, folder = chosen.cfg, unfinished.folder
     files = sorted(folder.glob("*-*-*.parquet"))
     rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
     rows = rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)  # own before common
+    asked = rows.loc[(rows["engine"] == OWN) & (rows["draw"] == 0), "benchmark"].value_counts()
+    too_long = {task.name: len(task.heldout) - int(asked[task.name]) for task in tasks}
     notes = []
     for task in tasks:
         notes += [f"{task.name}: {line}" for line in task.warnings]
