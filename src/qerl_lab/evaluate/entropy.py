@@ -27,7 +27,6 @@ from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.evaluate import kl, weight_error
 from qerl_lab.evaluate.evaluate_options import EntropyOptions, split_name_and_path
 from qerl_lab.evaluate.subject import load_questions, packed_format, task_config
-from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.on_disk import read_json
@@ -47,17 +46,15 @@ class Arm(NamedTuple):
     """A packed model that is compared with the dense one: a format, rounded to nearest, or a checkpoint."""
 
     cfg: RunConfig  # loads the model
-    weight_format: Format
     method: str  # of quantization: rtn, gptq, awq or unknown
     folder: Path | None = None  # of the packed checkpoint; None: the dense model, rounded to nearest
 
     @property
     def name(self) -> str:
         """Name in the results: format, recorded options that differ from the default, and method."""
-        usual, values = FormatConfig(), asdict(self.weight_format)
-        changed = {key: value for key, value in values.items() if value not in (None, getattr(usual, key))}
-        options = [f"{key}={spell_value(value)}" for key, value in changed.items()]
-        return " ".join([self.weight_format.NAME, *options, self.method])
+        usual, values = FormatConfig(), asdict(formats.build(self.cfg.format))
+        options = [f"{key}={spell_value(value)}" for key, value in values.items() if value != getattr(usual, key)]
+        return " ".join([self.cfg.format.name, *options, self.method])
 
 
 @dataclass(frozen=True)
@@ -136,8 +133,7 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
     names = choices_of("format") if "all" in options.formats else dict.fromkeys(options.formats)
     for name in names:
         if name != DENSE_FORMAT:
-            cfg = run_config(options, name)
-            yield Arm(cfg, formats.build(cfg.format), "rtn")
+            yield Arm(run_config(options, name), "rtn")
     for given in options.checkpoints:
         folder = local_folder(given, None, key="checkpoints")
         stored = loading.stored_as(folder)
@@ -147,7 +143,7 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
         method = read_json(quality).get("method") if quality.is_file() else None
         cfg = RunConfig(format=packed_format(stored))
         cfg.model.path = str(folder)
-        yield Arm(cfg, stored.weight_format, method or "unknown", folder)
+        yield Arm(cfg, method or "unknown", folder)
 
 
 def read_questions(options: EntropyOptions) -> Task:

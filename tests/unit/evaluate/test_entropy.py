@@ -11,7 +11,6 @@ import pytest
 import torch
 from scipy import stats as scipy_stats
 
-from qerl_lab import formats
 from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
@@ -149,7 +148,7 @@ def test_the_scales_that_awq_moved_away_are_no_error_of_a_weight(
 
     monkeypatch.setattr(entropy.weight_error, "layers", layers)
     cfg = entropy.run_config(EntropyOptions(), "nf4")
-    row = entropy.measure_arm(entropy.Arm(cfg, formats.build(cfg.format), method), texts, local_folder("pocket", None))
+    row = entropy.measure_arm(entropy.Arm(cfg, method), texts, local_folder("pocket", None))
     assert (asked, row["weight_error"]["relative"]) == ([fits], 0)
 
 
