@@ -1,7 +1,6 @@
 """Report what holds a GPU's memory when a run runs out of it."""
 
 import re
-from collections.abc import Mapping
 
 import torch
 
@@ -49,22 +48,12 @@ def message_while_loading(cfg: RunConfig, device: torch.device, error: Exception
     )
 
 
-def _format_gib_by_owner(by_owner: Mapping[str, int]) -> str:
-    """Format bytes by owner as text in GiB, e.g. `frozen base 1.25, free 0.50`."""
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in by_owner.items())
-
-
 def _part_note(cfg: RunConfig, device: torch.device) -> str:
     """Say how much of a shared GPU this run may take, because it can be less than is free. "" for a GPU of its own."""
     if device.type != "cuda" or cfg.jobs_per_gpu == 1:
         return ""
     part = part_bytes(device, cfg.jobs_per_gpu)
     return f"; with jobs_per_gpu={cfg.jobs_per_gpu} this run may take {part / GIB:.2f} GiB"
-
-
-def _torch_reason(error: Exception) -> str:
-    """Return the first line of torch's out-of-memory message, without its list of processes."""
-    return re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))
 
 
 def message_in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
@@ -89,7 +78,7 @@ def message_in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str
         remedies += ["rollout.vllm.kv_cache_gib lower than the cache above", "rollout.vllm.kv_cache_dtype=fp8"]
     elif cfg.rollout.engine == "transformers":
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
-    return (
-        f"{_torch_reason(error)} In GiB: {_format_gib_by_owner(by_owner)}{_part_note(cfg, policy.device)}. "
-        f"Type one of: {'; '.join(remedies)}."
-    )
+    # Without torch's list of processes.
+    reason = re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))
+    in_gib = ", ".join(f"{owner} {size / GIB:.2f}" for owner, size in by_owner.items())
+    return f"{reason} In GiB: {in_gib}{_part_note(cfg, policy.device)}. Type one of: {'; '.join(remedies)}."
