@@ -202,21 +202,20 @@ def evaluate_subset(session: Session, step: int) -> None:
     """
     settings = session.cfg.eval
     if settings.every and step % settings.every == 0:
-        questions, samples = settings.subset_questions, settings.subset_samples
-        evaluate_heldout(session, f"step {step}", step, questions, samples, prefix="eval/subset_")
+        evaluate_heldout(session, f"step {step}", step, settings.subset_questions, settings.subset_samples)
 
 
-def evaluate_heldout(
-    session: Session, phase: str, step: int, questions: int, samples: int, prefix: str = "eval/"
-) -> None:
+def evaluate_heldout(session: Session, phase: str, step: int, questions: int, samples: int) -> None:
     """Sample `samples` answers to each of the first `questions` held-out questions, without noise, and grade them.
 
     Does nothing if `questions` is 0, or if eval.parquet and metrics.jsonl have this evaluation already. Rank 0 writes
-    the answers of all ranks to eval.parquet under `phase`. Then it writes their means to metrics.jsonl under `step`,
-    with keys that start with `prefix`. If the run later resumes from a checkpoint before `step`, this line of
+    the answers of all ranks to eval.parquet under `phase`: "before" or "after" training, or "step N". Then it writes
+    their means to metrics.jsonl under `step`. If the run later resumes from a checkpoint before `step`, this line of
     metrics.jsonl is deleted. Raises Interrupted, EngineFailed or Diverged on every rank if any rank raises it.
     """
     directory, ranks = session.directory, session.ranks
+    is_subset = phase.startswith("step ")
+    prefix, when = ("eval/subset_", f"after {phase}") if is_subset else ("eval/", f"{phase} training")
     rows_by_phase, is_logged = {}, False
     if session.tracker:
         rows_by_phase, metric = directory.evaluations(), f"{prefix}accuracy"
@@ -224,7 +223,6 @@ def evaluate_heldout(
     if not questions or ranks.from_first(is_logged and phase in rows_by_phase):
         return
     questions = min(questions, len(session.data.task.heldout))
-    when = f"{phase} training" if phase in ("before", "after") else f"after {phase}"
     ask = partial(ask_own_share, session, questions, samples, when)
     own_rows = ranks.run_on_all(ask, Interrupted, EngineFailed, Diverged)
     rows = pd.concat(ranks.gather(own_rows), ignore_index=True)
