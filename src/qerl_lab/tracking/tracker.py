@@ -97,18 +97,16 @@ class Tracker:
         directory.note_mirror()
         whole = f"{directory.path / 'metrics.jsonl'} is complete."
         later = f"To fill MLflow later: python -m qerl_lab.tracking resync {shlex.quote(str(directory.path))}"
-        self._followers: list[Follower] = []
-        self._mlflow: Follower | None = None
+        self._followers: dict[str, Follower] = {}
         if cfg.tracking.mlflow:
             prepare_mlflow()
-            self._mlflow = Follower(
+            self._followers["mlflow"] = Follower(
                 lambda: MlflowMirror(cfg, directory),
                 lambda: f"MLflow at {directory.mirror().get('uri')}",
                 f"{whole} {later}",
             )
-            self._followers.append(self._mlflow)
         if cfg.tracking.wandb:
-            self._followers.append(Follower(lambda: WandbMirror(cfg, directory), lambda: "Weights & Biases", whole))
+            self._followers["wandb"] = Follower(lambda: WandbMirror(cfg, directory), lambda: "Weights & Biases", whole)
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +118,7 @@ class Tracker:
     @property
     def is_mirrored(self) -> bool | None:
         """Whether MLflow has the whole record; None if `tracking.mlflow` is off."""
-        return self._mlflow.is_whole if self._mlflow else None
+        return self._followers["mlflow"].is_whole if "mlflow" in self._followers else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a step's metrics, by name, to metrics.jsonl. Raises ValueError for a name that is not declared."""
@@ -133,5 +131,5 @@ class Tracker:
 
         `status` says how they end. Waits at most FINISH_SECONDS for each store.
         """
-        for follower in self._followers:
+        for follower in self._followers.values():
             follower.finish(status, result or {})
