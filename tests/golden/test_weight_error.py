@@ -1,6 +1,7 @@
 """The error of quantized weights against a direct computation in float64, and which weights are compared."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from qerl_lab.evaluate import weight_error
 from qerl_lab.formats import Fp8, Mxfp4, Nf4, Nvfp4
+from qerl_lab.formats.format import Format
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.weight_files import WeightFiles
 
@@ -26,28 +28,37 @@ def test_squares_are_summed_in_float64_and_no_ratio_without_both_has_decibels() 
     assert [weight_error.decibels(*pair) for pair in ((1.0, 0.0), (1.0, math.inf), (0.0, 1.0))] == [None] * 3
 
 
+def write(folder: Path, **weights: Tensor) -> WeightFiles:
+    save_file({f"{name}.weight": weight for name, weight in weights.items()}, folder / "model.safetensors")
+    return WeightFiles(folder)
+
+
+def layer(weight_format: Format, weight: Tensor) -> PackedLinear:
+    return PackedLinear(nn.Linear(128, 64, device="meta"), weight_format, weight_format.quantize(weight))
+
+
 @pytest.mark.parametrize("weight_format", FORMATS, ids=repr)
-def test_the_error_is_that_of_all_layers_together(weight_format) -> None:
-    noise = 1e-4 * torch.randn(64, 128, generator=torch.Generator().manual_seed(9))
-    other, stored = made(weight_format, 1)
-    layers = [made(weight_format), (other, stored + noise)]
-    found = weight_error.sum_errors(layers)
-    whole = torch.cat([stored - weight for weight, stored in layers]).double().square().sum()
-    signal = torch.cat([weight for weight, _ in layers]).double().square().sum()
+def test_the_error_is_that_of_all_packed_layers_together_against_the_files(weight_format, tmp_path: Path) -> None:
+    (one, one_stored), (packed, other_stored) = made(weight_format), made(weight_format, 1)
+    other = packed + 1e-4 * torch.randn(64, 128, generator=torch.Generator().manual_seed(9))  # as after calibration
+    layers = {"one": layer(weight_format, one), "other": layer(weight_format, packed)}
+    found = weight_error.of_layers(layers, write(tmp_path, one=one, other=other))
+    whole = torch.cat([one_stored - one, other_stored - other]).double().square().sum()
+    signal = torch.cat([one, other]).double().square().sum()
     assert found["relative"] == pytest.approx((whole / signal).item())
     assert found["sqnr_db"] == pytest.approx(10 * torch.log10(signal / whole).item())
 
 
-def test_without_an_error_there_are_no_decibels() -> None:
+def test_without_an_error_there_are_no_decibels(tmp_path: Path) -> None:
+    _, stored = made(Nvfp4("max"))
+    again = Nvfp4("max").quantize(stored)
+    exact = Nvfp4("max").dequantize(again, (64, 128), torch.float32)
+    found = weight_error.of_layers({"m": layer(Nvfp4("max"), stored)}, write(tmp_path, m=exact))
+    assert found == {"relative": 0, "sqnr_db": None}
+
+
+def test_scales_that_were_moved_between_layers_are_fitted_if_asked(tmp_path: Path) -> None:
     weight, _ = made(Nvfp4("max"))
-    assert weight_error.sum_errors([(weight, weight)]) == {"relative": 0, "sqnr_db": None}
-
-
-def test_a_packed_layer_is_compared_with_the_dense_weight_in_the_files(tmp_path) -> None:
-    weight_format, generator = Nvfp4("max"), torch.Generator().manual_seed(0)
-    dense, other = (torch.randn(16, 32, generator=generator) for _ in range(2))
-    save_file({"m.q_proj.weight": dense}, tmp_path / "model.safetensors")
-    layer = PackedLinear(nn.Linear(32, 16, device="meta"), weight_format, weight_format.quantize(other))
-    ((weight, stored),) = weight_error.layers({"m.q_proj": layer}, WeightFiles(tmp_path))
-    assert torch.equal(weight, dense)
-    assert torch.equal(stored, weight_format.dequantize(weight_format.quantize(other), (16, 32), torch.float32))
+    scaled, dense = {"m": layer(Nvfp4("max"), weight * torch.linspace(1, 4, 128))}, write(tmp_path, m=weight)
+    as_stored, fitted = (weight_error.of_layers(scaled, dense, fit_scales=fits)["relative"] for fits in (False, True))
+    assert as_stored > 1 > 0.1 > fitted

@@ -192,11 +192,11 @@ def measure_arm(arm: Arm, texts: Texts, folder: Path) -> dict[str, Any]:
     """
     model, _ = policy.load_base(arm.cfg, texts.states.device)
     entropies_T, kl_T = compare_to_dense(model, texts)
-    errors = weight_error.layers(packed_layers(model), WeightFiles(folder), fit_scales=arm.method == "awq")
     row = {"arm": arm.name, **entropy_columns(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
     if arm.folder is not None:
         row["checkpoint"] = terminal.format_path(arm.folder)
-    return row | {"weight_error": weight_error.sum_errors(errors)}
+    error = weight_error.of_layers(packed_layers(model), WeightFiles(folder), fit_scales=arm.method == "awq")
+    return row | {"weight_error": error}
 
 
 def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tensor]:

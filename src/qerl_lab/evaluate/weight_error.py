@@ -1,7 +1,7 @@
 """Measure the squared error that quantization leaves in weights, of a checkpoint or of rounding to nearest."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -13,17 +13,22 @@ from qerl_lab.model.weight_files import WeightFiles
 FIT_ROUNDS = 4
 
 
-def layers(
+def of_layers(
     packed: Mapping[str, PackedLinear], dense: WeightFiles, *, fit_scales: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each packed layer of a model its weight in the files `dense`, and its own: float32 [N, K] each.
+) -> dict[str, float | None]:
+    """Sum the squared errors of the packed layers of a model against the weights in the files `dense`, in float64.
 
-    `fit_scales` removes from the model's weights the scales that AWQ moved into the previous layer.
+    Returns `relative`, |stored - weight|^2 / |weight|^2, and `sqnr_db`, its inverse in decibels. `fit_scales` first
+    removes from the packed weights the scales that AWQ moved into the previous layer.
     """
+    signal = error = 0.0
     for name, layer in packed.items():
         weight = dense.tensor(f"{name}.weight", layer.weight.device).float()
         stored = layer.weight_format.dequantize(layer.packed(), (layer.out_features, layer.in_features), torch.float32)
-        yield weight, remove_scales(weight, stored) if fit_scales else stored
+        if fit_scales:
+            stored = remove_scales(weight, stored)
+        signal, error = signal + sum_of_squares(weight), error + sum_of_squares(stored - weight)
+    return {"relative": error / signal, "sqnr_db": decibels(signal, error)}
 
 
 def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight: Tensor, fit_scales: bool) -> Tensor:
@@ -46,17 +51,6 @@ def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
         product, square = (weight * other).sum(dim, keepdim=True), other.square().sum(dim, keepdim=True)
         other = other * torch.where(square > 0, product / square, 1.0)
     return other
-
-
-def sum_errors(layers: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float | None]:
-    """Sum the squared weight errors of the layers, given as weight and stored weight, in float64.
-
-    `relative` is |stored - weight|^2 / |weight|^2, `sqnr_db` its inverse in decibels.
-    """
-    signal = error = 0.0
-    for weight, stored in layers:
-        signal, error = signal + sum_of_squares(weight), error + sum_of_squares(stored - weight)
-    return {"relative": error / signal, "sqnr_db": decibels(signal, error)}
 
 
 def decibels(signal: float, error: float) -> float | None:
