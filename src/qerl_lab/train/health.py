@@ -6,7 +6,6 @@ once.
 
 import math
 import shlex
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
@@ -31,8 +30,7 @@ class Watch:
 
     def __init__(self, cfg: RunConfig, earlier: Iterable[Metrics]) -> None:
         self.cfg, self.told = cfg, set[str]()
-        self.first: list[Metrics] = []
-        self.last: deque[Metrics] = deque(maxlen=WINDOW)
+        self.steps: list[Metrics] = []
         for metrics in earlier:
             self.add_step(metrics)
 
@@ -43,10 +41,10 @@ class Watch:
         """
         if "reward/mean" not in metrics:  # held-out evaluation
             return {}
-        if len(self.first) < WINDOW:
-            self.first.append(metrics)
-        self.last.append(metrics)
-        found = trouble_signs(self.first, list(self.last), self.cfg) if len(self.last) == WINDOW else {}
+        self.steps.append(metrics)
+        if len(self.steps) < WINDOW:
+            return {}
+        found = trouble_signs(self.steps[:WINDOW], self.steps[-WINDOW:], self.cfg)
         new = {sign: advice for sign, advice in found.items() if sign not in self.told}
         self.told |= new.keys()
         return new
