@@ -10,7 +10,7 @@ from typing import Any
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.tracking.mlflow import Status, params, run_name, tags
+from qerl_lab.tracking.mlflow import Status, params, tags
 
 EXIT_CODES: dict[Status, int] = {"FINISHED": 0, "FAILED": 1, "KILLED": 130}
 
@@ -28,16 +28,16 @@ class WandbMirror:
 
         self._directory, self._offset = directory, 0
         key = str(directory.mirror()["key"])
-        began = directory.environment()
+        tagged = tags(cfg, directory, key)
         store = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
         has_key = "WANDB_API_KEY" in os.environ or get_netrc_auth(store)  # else the client would ask
         self._run: Any = wandb.init(
             project=cfg.tracking.experiment,
             id=key,
             resume="allow",
-            name=run_name(cfg, began.get("words") or []),
+            name=tagged["mlflow.runName"],
             dir=str(directory.path),
-            config=params(cfg) | {"tags": tags(cfg, directory, key)},
+            config=params(cfg) | {"tags": tagged},
             mode=os.environ.get("WANDB_MODE") or ("online" if has_key else "offline"),
             settings=wandb.Settings(console="off", silent=True),
         )
