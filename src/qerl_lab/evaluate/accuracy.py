@@ -92,8 +92,9 @@ def metrics(rows: pd.DataFrame, prefix: str = "eval/") -> dict[str, float]:
     """
     questions = by_question(rows)
     means = {f"{prefix}{metric}": float(questions[column].mean()) for column, metric in METRICS.items()}
-    entropies = rows["entropy_nats"].dropna()
-    return means | ({f"{prefix}entropy_nats": sum(entropies) / int(rows["tokens"].sum())} if len(entropies) else {})
+    if rows["entropy_nats"].isna().all():
+        return means
+    return means | {f"{prefix}entropy_nats": sum(rows["entropy_nats"]) / int(rows["tokens"].sum())}
 
 
 def evaluation_seed(*parts: int | str) -> int:

@@ -1,6 +1,7 @@
 """The held-out evaluation: what is asked, with which draw, and what it says."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -139,3 +140,4 @@ def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
     assert "eval/entropy_nats" not in metrics(rows)
     known = rows.assign(entropy_nats=[0.25, 0.75], tokens=[1, 3])
     assert metrics(known) == metrics(rows.assign(tokens=[1, 3])) | {"eval/entropy_nats": 0.25}
+    assert math.isnan(metrics(rows.assign(entropy_nats=[0.25, math.nan]))["eval/entropy_nats"]), "no mean of the rest"
