@@ -184,7 +184,7 @@ def check_values(tensor: Tensor, holder: str = "", *, name: str) -> None:
 def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Pack the parts of one fused layer (q/k/v, gate/up); yield each part's name and packed tensors.
 
-    Loading, evaluation and the quantize command all pack with it. `weights` holds the dense parts `[N, K]` by name, in
+    Loading and the quantize command both pack with it. `weights` holds the dense parts `[N, K]` by name, in
     the dtype of the checkpoint and not in the compute dtype, so that the bytes depend on the checkpoint alone. Each
     part is removed from `weights` when it is packed. Raises ValueError, naming the part, for values or shapes that the
     format cannot store.
