@@ -88,7 +88,7 @@ def test_after_a_hiccup_of_the_server_the_mirror_is_whole_again_and_after_its_de
     wait_for(lambda: mirrored(db) == recorded(run_dir))
     is_down.set()
     assert slowest_log(tracker, range(4, 7)) < 1
-    wait_for(lambda: tracker._mlflow and tracker._mlflow._is_away)
+    wait_for(lambda: tracker._followers["mlflow"]._is_away)
     time.sleep(0.3)
     if comes_back:
         is_down.clear()
