@@ -14,13 +14,25 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
 from qerl_lab.config.conf_folder import choices_of, default_option_by_group
-from qerl_lab.config.keys import NUMBERS, TEXT, TYPES, check_type, describe_type, field_of_key, spell_value
+from qerl_lab.config.keys import (
+    NUMBERS,
+    TEXT,
+    TYPES,
+    check_type,
+    describe_type,
+    field_of_key,
+    spell_value,
+    unknown_key_error,
+)
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import quote_text, quoted, shell_override
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
+UNRESOLVED = re.compile(r"Error resolving interpolation '(.*)', possible")  # Hydra's message: the option of a group
+NO_GROUP = re.compile(r"(In '[^']+': )Could not override '(\w+)'\. No match")  # Hydra's message about a defaults list
+TWICE = re.compile(r"(?:Multiple values for )?(\w+)(?:\. To override| appears more than once)")  # likewise
 # Hydra's messages about a YAML file of the user's that is not laid out as docs/configuration.md shows.
 LAYOUT = re.compile(
     r"In '((?!hydra/)(\w+)/[^']+)': (?:Could not override '.+@|Could not find '\2/\w+/|[^\n]*\n"
@@ -102,6 +114,8 @@ def _check_override(override: Override) -> None:
         return
     if not name:
         raise unreadable_override_error(line, {})
+    if override.package is not None:
+        raise ConfigError(f"{line} would put an option where no run reads it. Type {name}=VALUE.")
     if override.is_delete():
         raise ConfigError(f"{line} would take away what every run has. Type {name}=VALUE to change it.")
     if name == "sweeps" and override.is_sweep_override():
@@ -200,6 +214,13 @@ def explain(error: Exception) -> str:
                 f"{found[1].lstrip('+')} is several values, and this command runs one job. Type -m to run a job for "
                 "each, or two pairs of quotes if the comma is part of a text: \"KEY='a, b'\"."
             )
+        case ConfigCompositionException() if found := UNRESOLVED.match(str(error)):
+            why = first_line(error.__context__ or error)
+            return f"{found[1]} names no option of a group ({why}). Type the option, for example format=nvfp4."
+        case ConfigCompositionException() if found := NO_GROUP.match(str(error)):
+            return f"{found[1]}{unknown_key_error(found[2])}"
+        case ConfigCompositionException() if found := TWICE.match(str(error)):
+            return f"a defaults list of --config-dir has {found[1]} again. Write override /{found[1]}: OPTION there."
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
         case OverrideParseException() if error.override in COMMANDS:
@@ -225,7 +246,8 @@ def explain(error: Exception) -> str:
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:
     """Return the message for OmegaConf's error about `key`, whose value came from a YAML file or an interpolation."""
-    problem = f"{key}: {str(error).splitlines()[0].rstrip('.')}"
+    key = re.sub(r"\[\d+\]$", "", key)  # an item of a list
+    problem = f"{key}: {first_line(error).rstrip('.')}"
     if key.startswith("hydra."):
         return f"{problem}."
     try:

@@ -50,6 +50,8 @@ def refused(line: str, capsys) -> str:
         ("step=3", ["Did you mean steps? Allowed: steps, ", " sweeps"]),
         ("eval=3", ["eval is a node", "eval.samples"]),
         ("~lora.rank", ["Type lora.rank=VALUE"]),
+        ("+format@aqn=nf4", ["format@aqn=nf4 would put an option where no run reads it. Type format=VALUE."]),
+        ("model=${oc.env:NO_SUCH_NAME}", ["${oc.env:NO_SUCH_NAME} names no option", "'NO_SUCH_NAME' not found"]),
         ("hydra.foo=1", ["hydra.foo", "'foo' not in 'HydraConf'"]),
         # types
         ("lora.rank=abc", ["lora.rank=abc", "a whole number", "lora.rank=32"]),
@@ -292,6 +294,13 @@ def test_a_store_in_the_environment_that_mlflow_may_take_is_not_refused(uri, mon
             "defaults:\n  - override /hydra/sweeper: mine\nhydra:\n  mode: MULTIRUN\n",
             ["hydra/sweeper=mine chooses jobs while it runs", "allowed: basic. Leave hydra/sweeper out."],
         ),
+        (
+            "lora:\n  target_modules: [q_proj, null]\n",
+            ["lora.target_modules: Invalid", "allowed: a list of names"],
+        ),
+        ("defaults:\n  - override /formt: nf4\n", ["formt is not a known key. Did you mean format?"]),
+        ("defaults:\n  - /format: nf4\n", ["--config-dir has format again. Write override /format: OPTION there."]),
+        ("defaults:\n  - /format: nvfp4\n", ["--config-dir has format again. Write override /format: OPTION there."]),
         ("lora: rank64\n", ["experiment/mine.yaml is not laid out", "each key indented below its group"]),
         ("defaults:\n  - format: nf4\n", ["experiment/mine.yaml is not laid out", "override /GROUP: OPTION in its"]),
         ("defaults:\n  - override /aqn: off\n", ["a defaults list of --config-dir cannot be read", '"off"']),
