@@ -250,7 +250,10 @@ class RunDirectory:
         try:
             cfg = from_dict(values)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+            wrong = str(error).partition(" Type ")[0]  # the rest is of a command line, which is no way to change a run
+            raise ConfigError(
+                f"{path}: {wrong} It was edited, or another version of the lab wrote it. {PUT_BACK}"
+            ) from None
         known = {*dict(arm.flatten(values)), *arm.OF_SWEEPS, *arm.ADDED, *arm.PREREGISTRATION, "model.hash"}
         lacking = [
             name for name in arm.values_of(RunConfig()) if name not in known and not name.startswith("tracking.")

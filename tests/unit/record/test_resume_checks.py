@@ -140,6 +140,10 @@ def test_a_model_may_be_moved_and_not_replaced(run_dir: Path, known: str | None)
         ("a: [", "cannot be read"),
         ("\0\0", "cannot be read"),
         ("steps: many\n", "resolved.yaml: steps=many is not allowed"),
+        (
+            "format: {name: int4}\n",
+            "mxfp4, nf4, nvfp4. It was edited, or another version",
+        ),
     ],
 )
 def test_a_configuration_of_garbage_is_one_sentence(run_dir: Path, text: str, words: str) -> None:
