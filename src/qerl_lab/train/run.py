@@ -252,10 +252,10 @@ def ask_own_share(session: Session, questions: int, samples: int, when: str) -> 
         try:
             return accuracy.evaluate(session.engine, session.policy, session.data.task, cfg, share, samples, advance)
         except FloatingPointError as error:
-            raise Diverged(
-                f"{error} in the evaluation {when}. Type a lower optim.learning_rate (it is "
-                f"{cfg.optim.learning_rate:g}), or if nothing is trained yet, model.dtype=float32 or another model."
-            ) from error
+            remedy = f"a lower optim.learning_rate (it is {cfg.optim.learning_rate:g})"
+            if when == "before training":
+                remedy = "model.dtype=float32, or another model or format"
+            raise Diverged(f"{error} in the evaluation {when}. Type {remedy}.") from error
 
 
 def train(session: Session) -> None:

@@ -143,7 +143,7 @@ def test_nothing_is_asked_twice(sessions) -> None:
     ("what", "error", "said"),
     [
         ("engine fails", EngineFailed, "the worker died$"),
-        ("nan", Diverged, "the sampler's logits are NaN in the evaluation before training"),
+        ("nan", Diverged, "the sampler's logits are NaN in the evaluation before training. Type model.dtype=float32"),
         ("signal", Interrupted, "$"),
     ],
 )
