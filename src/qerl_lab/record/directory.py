@@ -325,7 +325,7 @@ class RunDirectory:
             )
 
     def check(self) -> None:
-        """Raise ConfigError unless a run can be resumed here: its files are writable, and the small files intact.
+        """Raise ConfigError unless a run can be resumed or mirrored here: files are writable, the small files intact.
 
         The small files are sessions.json, mlflow.json and eval.parquet.
         """

@@ -225,12 +225,13 @@ def _format_result(value: Any) -> str:
 def resync(directory: RunDirectory, uri: str | None = None) -> str:
     """Fill MLflow from the record in a run directory; return a line describing what was added.
 
-    `uri` replaces the run's own store (see `mlflow_uri`). Raises ConfigError if the record is missing or damaged, or
-    `uri` is no address of a store; ConnectionError if MLflow fails or cannot be reached.
+    `uri` replaces the run's own store (see `mlflow_uri`). Raises ConfigError if the record is missing, damaged or
+    read-only, or `uri` is no address of a store; ConnectionError if MLflow fails or cannot be reached.
     """
     if uri:
         check_store("uri", uri)
     cfg = directory.config()
+    directory.check()
     if directory.status == "not run":
         raise ConfigError(
             f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab {resume_override(directory.path)}."

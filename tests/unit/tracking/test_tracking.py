@@ -234,6 +234,8 @@ def test_what_cannot_be_resynced_is_one_line(
     said = refused(1, "uri=sqlite:////proc/x.db")
     assert said.startswith("error: not resynced. [Errno")
     assert "Type the command again once the store answers, or add uri=STORE." in said
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert refused(2).startswith(f"error: {run.path} cannot be written. Make it writable, or copy ")
 
 
 # --- Weights & Biases
