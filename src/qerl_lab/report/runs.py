@@ -13,7 +13,7 @@ import yaml
 from qerl_lab.config.arm import drop_idle_options, fill_added_keys, keys_of_arm, model_by_content
 from qerl_lab.config.message import with_noun
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.report.stats import paired_interval
+from qerl_lab.report.stats import clip_interval, paired_interval
 
 FINISHED = "finished"
 MODEL_PATH, MODEL_HASH, TASK_PATH, TASK_NAME = "model.path", "model.hash", "task.path", "task.name"
@@ -278,7 +278,7 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
     if not {"before", "after"} <= set(phases):
         return result
     before, after = _accuracies(phases)
-    gain, low, high = paired_interval(before, after)
+    gain, low, high = clip_interval(paired_interval(before, after), -1, 1)
     return result | {
         "questions": len(after),
         "accuracy_before": float(before.mean()),
@@ -293,7 +293,7 @@ def gain_metrics(directory: RunDirectory) -> dict[str, float]:
 
     Raises KeyError if an evaluation, before or after training, is missing.
     """
-    interval = paired_interval(*_accuracies(directory.evaluations()))
+    interval = clip_interval(paired_interval(*_accuracies(directory.evaluations())), -1, 1)
     return dict(zip(("eval/gain", "eval/gain_low", "eval/gain_high"), interval, strict=True))
 
 

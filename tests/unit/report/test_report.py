@@ -56,6 +56,13 @@ def test_summarize(run_dir: Path) -> None:
     })  # fmt: skip
 
 
+def test_the_interval_of_a_gain_ends_at_the_largest_gain_there_is(run_dir: Path) -> None:
+    before = pd.DataFrame({"id": ["a", "b"], "accuracy": [0.0, 0.0]})
+    RunDirectory(run_dir).write_evaluations({"before": before, "after": before.assign(accuracy=[0.0, 1.0])})
+    assert runs.summarize(RunDirectory(run_dir), seconds=1.0)["accuracy_gain_interval"] == [-1, 1]
+    assert runs.gain_metrics(RunDirectory(run_dir)) == {"eval/gain": 0.5, "eval/gain_low": -1, "eval/gain_high": 1}
+
+
 def test_summarize_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run_dir: Path) -> None:
     (run_dir / "eval.parquet").unlink()
     with (run_dir / "metrics.jsonl").open("ab") as file:
