@@ -17,6 +17,9 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope
 
 SMOLLM2 := SmolLM2-135M-Instruct.Q4_1.gguf
 QWEN ?= 1.5b
+ifeq ($(filter 0.5b 1.5b,$(QWEN)),)
+$(error QWEN=$(QWEN) is not allowed; allowed: 1.5b, 0.5b. Type make qwen QWEN=0.5b)
+endif
 QWEN_FILE := qwen2.5-coder-$(QWEN)-instruct-q4_k_m.gguf
 
 .PHONY: run test test-all lint format docs notebooks smollm2 qwen quantize-env
@@ -48,7 +51,7 @@ notebooks: $(VENV)/.installed-test
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Python 3.11 or newer is needed, and $(PYTHON) is `$(PYTHON) --version`. Type make run PYTHON=python3.12" >&2; exit 1; }
+	  { echo "Python 3.11 or newer is needed, and $(PYTHON) is `$(PYTHON) --version || echo missing`. Type make run PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
