@@ -188,9 +188,10 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
         return ConfigError(
             f"{override} lacks a value beside a comma. Type {what} without spaces, or {key}={values[0]} for one value."
         )
+    example = r"it\'s" if "'" in value else "a, b"
     return ConfigError(
-        f"{spell_value(override)} cannot be read. Type KEY=VALUE. If the value has a space or one of , = ( ) [ ] {{ }} "
-        f"type two pairs of quotes: \"KEY='a, b'\"."
+        f"{spell_value(override)} cannot be read. Type KEY=VALUE. If the value has a space, a quote or one of "
+        f", = ( ) [ ] {{ }} type two pairs of quotes: \"KEY='{example}'\"."
     )
 
 

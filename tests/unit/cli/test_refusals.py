@@ -94,6 +94,7 @@ def refused(line: str, capsys) -> str:
         ("jobs_per_gpu=half resume=run", ["jobs_per_gpu=half is not allowed; allowed: a whole number"]),
         ("jobs_per_gpu=0 resume=run", ["jobs_per_gpu=0", "at least 1"]),
         ("task.instruction=a=b", ["cannot be read", "type two pairs of quotes"]),
+        ("run_dir='it's'", ["cannot be read", "two pairs of quotes: \"KEY='it\\'s'\"."]),
         ("seed=0,1", ["seed=0,1 is several values", "Type -m"]),
         # flags
         ("--dry-run", ["Type dry_run=true"]),
