@@ -109,7 +109,8 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
     except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"{key}={path} is neither a directory here nor in the cache of the Hugging Face hub, and the hub cannot be "
-            f"reached. Type {key}=DIR or {key}=FILE.gguf with a copy of the model, or try again with a network."
+            f"reached. Type {key}=DIR or {key}=FILE.gguf with a copy of the model, or try again with a network "
+            "and without HF_HUB_OFFLINE."
         ) from error
     except (OSError, ValueError) as error:  # not found, not an id
         raise loading_error(f"{key}={path}", error) from error
