@@ -55,9 +55,9 @@ def test_the_wheel_lists_experiments_and_sweeps(site: Path, tmp_path: Path) -> N
 
 def test_the_wheel_brings_the_paper_s_numbers(site: Path, tmp_path: Path) -> None:
     ask = "from qerl_lab.report import claims, reference; from qerl_lab.report.paper_curves import FIGURES\n"
-    ask += "print(len(reference.printed()), len(reference.digitized(FIGURES[0].file)), len(claims.of_paper()))"
+    ask += "print(len(reference.paper_numbers()), len(reference.digitized(FIGURES[0].file)), len(claims.of_paper()))"
     shown = python(site, tmp_path, "-c", ask)
-    here = len(reference.printed()), len(reference.digitized(FIGURES[0].file)), len(claims.of_paper())
+    here = len(reference.paper_numbers()), len(reference.digitized(FIGURES[0].file)), len(claims.of_paper())
     assert tuple(map(int, shown.stdout.split())) == here, shown.stderr
 
 

@@ -241,12 +241,11 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
         if MODULE_HASH in keys:
             words[MODULE_HASH] = _format_module(run, runs)
         for group in CHOICES:
-            own = [key for key in keys if key.startswith(f"{group}.")]
-            if not own:
-                continue
-            also = [key for key in differ if key.startswith(f"{group}.")]
-            if (choice := matching_option(group, run.settings, also)) is not None:
-                words = {key: word for key, word in words.items() if key not in own} | {own[0]: f"{group}={choice}"}
+            replaced = [key for key in keys if key.startswith(f"{group}.")]
+            must_agree = [key for key in differ if key.startswith(f"{group}.")]
+            if replaced and (choice := matching_option(group, run.settings, must_agree)) is not None:
+                words = {key: word for key, word in words.items() if key not in replaced}
+                words[replaced[0]] = f"{group}={choice}"
         names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
         found[arm] = " = ".join(sorted(names)), [words[key] for key in sorted(words)]
     return found

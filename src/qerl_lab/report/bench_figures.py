@@ -38,14 +38,12 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> Figure:
-    """Draw up to three panels of a rollout benchmark, a line per arm: tokens/s by batch, and ratios to stock vLLM.
+    """Draw up to three panels of a rollout benchmark, with a line per arm.
 
     - tokens/s by batch, at the first LoRA rank of the result.
     - Ratios to stock BF16 by batch, if stock BF16 was measured.
     - Ratios to a stock arm by rank, at the smallest batch, if several ranks were measured. The paper's Figure 11 is
       added if the prompts have the paper's length.
-
-    `options` are the benchmark's options by name.
     """
     formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
     styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}
@@ -56,9 +54,9 @@ def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> 
         lines = chosen.pivot(index=x, columns="arm", values=y)
         return lines[[arm for arm in formats if arm in lines]].dropna(axis=1, how="all")
 
-    of_rank = rows[rows["rank"] == rank]
-    panels = {(f"tokens/s, rank {rank}", "completions at once"): pivot_by_arm(of_rank, "batch", "tokens_per_second")}
-    of_bf16 = pivot_by_arm(of_rank, "batch", "of_bf16")
+    one_rank = rows[rows["rank"] == rank]
+    panels = {(f"tokens/s, rank {rank}", "completions at once"): pivot_by_arm(one_rank, "batch", "tokens_per_second")}
+    of_bf16 = pivot_by_arm(one_rank, "batch", "of_bf16")
     if any(not arm.startswith("bf16_") for arm in of_bf16):  # a baseline's ratio to itself is 1
         panels[("ratio to bf16_stock", "completions at once")] = of_bf16
     base = next((base for base in BASES if rows[f"of_{base}"].notna().any()), None)
@@ -86,7 +84,7 @@ def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> 
 def _draw_step_times(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> Figure:
     """Draw the seconds of a step: a bar per arm, split by phase, or in a color of its own if no phase was timed.
 
-    The step and each phase have a median of their own, and these do not add up. So the phases share the step.
+    Phases are scaled to add up to the step, because their medians do not.
     """
     rows = rows.set_index("arm")
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).set_axis(PHASES, axis=1)

@@ -67,8 +67,8 @@ class Guardrail:
 
 
 @dataclass(frozen=True)
-class Claims:
-    """What all claims of one file share."""
+class ClaimsFile:
+    """A file of claims: what all of them share."""
 
     path: str  # the claims file as messages name it; do not open it, the paper's claims lie inside the package
     sha256: str
@@ -94,7 +94,7 @@ class Claim:
     contrasts: tuple[Contrast, ...]
     free: tuple[str, ...]  # keys and groups of keys that may differ between the arms of a contrast
     sweep: str  # runs the arms (`+sweeps=SWEEP`)
-    file: Claims
+    file: ClaimsFile
     guardrail: Guardrail | None = None
     best_of: str = ""  # a key; each arm is measured at the value that is best for it
     mean_over: str = ""  # a key; each seed's effect is averaged over the values that both arms have
@@ -155,7 +155,7 @@ def read(path: Path, called: str, key: str = "claims") -> tuple[Claim, ...]:
         if not values["claims"]:
             raise ValueError("claims is empty, and there is nothing to test")
         conditions = _parse_settings(values.get("conditions", {}), "conditions")
-        file = Claims(
+        file = ClaimsFile(
             path=called, sha256=digest, committed=str(values["committed"]), seeds=values["seeds"],
             conditions=conditions, analysis=values.get("analysis", ""), queue=queue,
         )  # fmt: skip
@@ -170,7 +170,7 @@ def read(path: Path, called: str, key: str = "claims") -> tuple[Claim, ...]:
     return claims
 
 
-def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
+def _parse_claim(values: Any, file: ClaimsFile, arms: Mapping[str, Settings]) -> Claim:
     """Build one claim from `values`, its entry in the file; `arms` maps names of arms to their settings.
 
     This function and the functions below raise ValueError for an invalid field.

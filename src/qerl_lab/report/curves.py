@@ -125,7 +125,7 @@ def draw(
         for axis in axes.flat[len(groups) :]:
             axis.remove()
         axes.flat[0].set_title(curve.title)
-        axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen, curve))
+        _limit_y_axis(axes.flat[0], chosen, curve)
     return figure
 
 
@@ -158,21 +158,21 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
     Only plain arms (`reference.is_plain`) take part. Only groups of several formats are returned, the one with most
     formats first, of equals the one with most runs.
     """
-    found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
+    found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}  # other settings -> format -> label
     for label, runs in comparison.arms.items():
         if is_plain(runs[0]):
             settings = dict(runs[0].arm)  # identifies a local model by content, not by path
-            others = tuple(sorted((key, value) for key, value in settings.items() if not key.startswith("format.")))
-            found.setdefault(others, {}).setdefault(settings["format.name"], label)
-    several = [(others, formats) for others, formats in found.items() if len(formats) > 1]
+            rest = tuple(sorted(item for item in settings.items() if not item[0].startswith("format.")))
+            found.setdefault(rest, {}).setdefault(settings["format.name"], label)
+    several = [(rest, formats) for rest, formats in found.items() if len(formats) > 1]
     counts = {label: len(runs) for label, runs in comparison.arms.items()}
     # A page shows the first few.
     several.sort(key=lambda group: (len(group[1]), sum(counts[label] for label in group[1].values())), reverse=True)
-    shared = set.intersection(*(set(others) for others, _ in several)) if several else set()
+    shared = set.intersection(*(set(rest) for rest, _ in several)) if several else set()
     order = {name: place for place, name in enumerate(palette.FORMATS)}  # a format deleted since its runs is last
     titled = dict[str, dict[str, str]]()
-    for others, formats in several:
-        title = ", ".join(format_setting(*setting) for setting in others if setting not in shared)
+    for rest, formats in several:
+        title = ", ".join(format_setting(*setting) for setting in rest if setting not in shared)
         titled[title] = {name: formats[name] for name in sorted(formats, key=lambda name: order.get(name, len(order)))}
     return titled
 
@@ -194,7 +194,7 @@ def draw_formats(arms: Arms, formats: Mapping[str, str], title: str) -> Figure:
         chosen = _values_of_arms(arms, curve)
         _draw_panel(axis, arms, chosen, labels, curve, styles, show_seeds=False)
         axis.set_title(curve.title)
-        axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen, curve))
+        _limit_y_axis(axis, chosen, curve)
     add_legend_below(figure)
     add_title(figure, title)
     return figure
@@ -205,18 +205,17 @@ def _is_line(chosen: Values, curve: Curve) -> bool:
     return max(len(values) for own in chosen.values() for values in own) > 2 or not curve.metric.startswith("eval/")
 
 
-def _axis_limits(drawn: tuple[float, float], chosen: Values, curve: Curve) -> tuple[float, float]:
-    """Choose the limits (low, high) of the y axis; `drawn` are those that matplotlib chose.
+def _limit_y_axis(axis: Axes, chosen: Values, curve: Curve) -> None:
+    """Cut the y axis of a drawn panel to `curve.bounds`, and let it begin at 0 with `curve.from_zero`.
 
-    Lines get less room than matplotlib gives them, so that wide bands do not flatten them: a quarter of the values'
-    range above and below. Points before and after training keep their whole intervals. No limit goes beyond
-    `curve.bounds`, and with `curve.from_zero` low is 0.
+    Lines also get at most a quarter of their values' range above and below, because wide bands would flatten them.
     """
     values, room = pd.concat([values for own in chosen.values() for values in own]), math.inf
     if _is_line(chosen, curve):
         room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
-    low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
-    return 0 if curve.from_zero else low, high
+    (low, high), (least, most) = axis.get_ylim(), curve.bounds
+    low = 0 if curve.from_zero else max(low, values.min() - room, least)
+    axis.set_ylim(low, min(high, values.max() + room, most))
 
 
 def _draw_panel(

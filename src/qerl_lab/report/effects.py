@@ -18,7 +18,7 @@ from qerl_lab.report.measures import MEASURES, Unmeasured, Values
 from qerl_lab.report.runs import Arm, Run
 
 HELD, BROKEN, OPEN = "held", "broken", "open"
-INTERVAL_SEEDS = 3  # from this many seeds on there is an interval; a verdict may need more (`Claims.seeds`)
+INTERVAL_SEEDS = 3  # from this many seeds on there is an interval; a verdict may need more (`ClaimsFile.seeds`)
 
 
 class NoRuns(Unmeasured):
@@ -57,9 +57,9 @@ class Side:
 
 
 class Pair(NamedTuple):
-    """A treated and a control side with equal settings, apart from the claim's `free` keys and its swept key.
+    """The two sides of a contrast, which share the settings `context`.
 
-    `context` holds the equal settings.
+    Beside the contrast's own settings only the claim's `free` keys and its swept key may differ.
     """
 
     treated: Side
@@ -68,12 +68,11 @@ class Pair(NamedTuple):
 
 
 def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list[Pair]:
-    """Return every pair of arms that tests a contrast: one has the treated settings, the other the control settings.
+    """Return every pair of arms that tests a contrast; an arm may be in several.
 
-    Apart from keys that the claim lets differ (`free`, and the swept key) the two have equal settings. With
-    `mean_over` both are limited to the values of this key that they share, if there are any. `started` holds the newest
-    finished run of each arm and seed, and unfinished runs, which are only counted. Raises Unmeasured, with the reason,
-    if there is no pair, and NoRuns if one of the arms has no run at all.
+    With `mean_over` both sides are limited to the values of this key that they share, if there are any. `started` holds
+    the newest finished run of each arm and seed, and unfinished runs, which are only counted. Raises Unmeasured, with
+    the reason, if there is no pair, and NoRuns if one of the arms has no run at all.
     """
     treated_runs = _runs_with(claim, contrast.treated_settings, started)
     control_runs = _runs_with(claim, contrast.control_settings, started)

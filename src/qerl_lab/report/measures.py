@@ -1,4 +1,4 @@
-"""The measures of a run: one number per seed, or one per seed and question."""
+"""What claims can measure on the runs of an arm (`MEASURES`): a number per seed, or one per seed and question."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

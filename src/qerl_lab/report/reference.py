@@ -39,10 +39,10 @@ def is_plain(run: Run) -> bool:
 
 
 @cache
-def printed() -> pd.DataFrame:
+def paper_numbers() -> pd.DataFrame:
     """Tabulate the numbers of the paper, a row each: the rows of paper.csv, and two means of every digitized curve.
 
-    The columns of paper.csv are text. `number` is `value` as a float, nan if `value` is no number.
+    The means are over `EIGHT_STEPS` and over `LAST_TENTH`. `number` is the text `value` as a float, nan if it is none.
     """
     rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
     rows = rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
@@ -80,12 +80,12 @@ def curves() -> pd.DataFrame:
 
 
 def select_row(where: Mapping[str, str]) -> pd.Series:
-    """Return the row of `printed` with the column values `where`, such as `{"metric": "accuracy"}`.
+    """Return the row of `paper_numbers` with the column values `where`, such as `{"metric": "accuracy"}`.
 
     In the column `setting` a part of the text is enough. Raises KeyError unless exactly one row has these values, and
     in it a number.
     """
-    rows = printed()
+    rows = paper_numbers()
     for column, wanted in where.items():
         is_it = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted
         rows = rows[is_it]
@@ -95,11 +95,10 @@ def select_row(where: Mapping[str, str]) -> pd.Series:
 
 
 def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool) -> tuple[str, float]:
-    """Compare two numbers of the paper: return where they stand, and `treated` - `control`; with `ratio` the quotient.
+    """Compare two numbers of the paper: return their source, and `treated` - `control`, or with `ratio` the quotient.
 
-    `treated` and `control` are column values that find a number each (`select_row`). Where they stand is table or
-    figure, model, and for a curve the larger reading error. Two curves of one figure are compared only at steps at
-    which both are known. Differences of accuracies, which the paper prints in percent, become fractions. Raises
+    `treated` and `control` find a number each (`select_row`). The source is table or figure, model, and reading error
+    of a curve. Curves of one figure are compared at steps at which both are known. Percent become fractions. Raises
     KeyError if a number is not found.
     """
     treated_row, control_row = select_row(treated), select_row(control)

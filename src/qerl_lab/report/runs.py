@@ -39,8 +39,7 @@ class Origin:
     """Where, when, with which versions and by which command a run ran. Empty text means not known."""
 
     command: str = ""
-    # Scale, settings for jobs at once, which a sweep file may set, and the name of the task.module:
-    configured: str = ""  # `scale=NAME jobs=4 task.module=FILE.py`
+    configured: str = ""  # words such as `scale=NAME jobs=4 task.module=FILE.py`: labels, and jobs at once of a sweep
     began: str = ""
     commit: str = ""
     machine: str = ""

@@ -127,7 +127,7 @@ def _paper_rows(*metrics: str) -> pd.DataFrame:
 
     Adds `batch` (0 if the paper states none) and `rank` (`PRINTED_RANK` if it states none).
     """
-    rows = reference.printed()
+    rows = reference.paper_numbers()
     rows = rows[rows["metric"].isin(metrics) & rows["weight_format"].isin(["BF16", "NF4", "NVFP4"])]
     batch = rows["setting"].str.extract(r"(?:BS |batch=|batch size )(\d+)", expand=False)
     rank = rows["setting"].str.extract(r"LoRA rank (\d+)", expand=False)

@@ -63,11 +63,8 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95, least: float = 0.0) 
 def variance_components(values_S_Q: np.ndarray, floored: bool = False) -> tuple[float, float]:
     """Return (variance of seeds' means, variance of questions) of values[seeds, questions], by analysis of variance.
 
-    The variance of questions is at least 0, and 0 for a single question.
-
-    Noise in the answers alone gives seeds' means the variance rest / number of questions, where rest is the variance
-    that neither seed nor question explains. With `floored` the variance of seeds' means is at least this large, because
-    the means of a few seeds may agree by luck.
+    The variance of questions is at least 0, and 0 for a single question. With `floored` the variance of seeds' means is
+    at least what the answers' own noise gives it, because the means of a few seeds may agree by luck.
     """
     values = np.asarray(values_S_Q, float)
     seeds, questions = values.shape
@@ -75,7 +72,7 @@ def variance_components(values_S_Q: np.ndarray, floored: bool = False) -> tuple[
     if questions == 1:
         return between, 0.0
     rest_S_Q = values - values.mean(1)[:, None] - values.mean(0) + values.mean()
-    rest = float((rest_S_Q**2).sum() / ((seeds - 1) * (questions - 1)))
+    rest = float((rest_S_Q**2).sum() / ((seeds - 1) * (questions - 1)))  # of neither seed nor question
     of_questions = max(0.0, float(values.mean(0).var(ddof=1) - rest / seeds))
     return max(between, rest / questions) if floored else between, of_questions
 
@@ -195,7 +192,7 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
     mean, error_square = values.mean(), values.var() / len(values)
     most, spread = len(values) * samples, mean * (1 - mean)
     draws = most if error_square * most <= spread else spread / error_square
-    draws = draws if spread > 0 else len(values)  # without spread a question counts once: its draws may be alike
+    draws = draws if spread > 0 else len(values)  # all right or all wrong: a question counts once
     z = stats.norm.ppf(0.975)
     center = (mean + z**2 / (2 * draws)) / (1 + z**2 / draws)
     half = z / (1 + z**2 / draws) * np.sqrt(spread / draws + z**2 / (4 * draws**2))

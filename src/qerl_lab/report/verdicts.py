@@ -159,7 +159,7 @@ def floor_variances(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if row.judged and not row.judged.censored:
             family.setdefault((row.claim.family, row.claim.measure), []).append(row.judged.variances[0])
-    done = []
+    floored = []
     for row in rows:
         if numbers := row.judged:
             of_seeds, of_questions = max(numbers.variances[0], numbers.jackknife), numbers.variances[1]
@@ -167,8 +167,8 @@ def floor_variances(rows: Sequence[Row]) -> list[Row]:
                 of_seeds = max(of_seeds, float(np.median(family[row.claim.family, row.claim.measure])))
             numbers = replace(numbers, variances=(of_seeds, of_questions))
             row = replace(row, numbers=replace(numbers, p=p_values(numbers, row.claim)))
-        done.append(row)
-    return done
+        floored.append(row)
+    return floored
 
 
 def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> PValues:
@@ -198,7 +198,7 @@ def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
 
 def set_verdicts(rows: Sequence[Row]) -> list[Row]:
     """Correct p-values within families, and set the verdict of each row with enough seeds; others stay undecided."""
-    done = []
+    decided = []
     for row in rows:
         others = [other.judged.p for other in rows
                   if other.judged and other is not row and other.claim.family == row.claim.family]  # fmt: skip
@@ -212,8 +212,8 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
             row = replace(row, numbers=numbers, verdict=verdict, why="; ".join(why))
         elif row.numbers:
             row = replace(row, why=f"{row.numbers.seeds} of {row.claim.file.seeds} seeds: an interval, no verdict yet")
-        done.append(row)
-    return done
+        decided.append(row)
+    return decided
 
 
 def _correct_and_test(claim: Claim, p: PValues, others: Sequence[PValues]) -> tuple[PValues, Verdict]:
@@ -226,7 +226,7 @@ def _correct_and_test(claim: Claim, p: PValues, others: Sequence[PValues]) -> tu
     is_above, is_small, is_below = (value < LEVEL for value in adjusted)
     if is_below:
         return adjusted, Verdict.REVERSED
-    if is_above and is_small and claim.direction:  # without one, small means outside
+    if is_above and is_small and claim.direction:  # else `is_small` means outside of the margin
         return adjusted, Verdict.TOO_SMALL
     if is_above:
         return adjusted, Verdict.SUPPORTED

@@ -14,7 +14,7 @@ FOLDER = package_data("results/reference")
 
 
 def test_every_row_says_where_it_is_from_and_how_sure_it_is() -> None:
-    rows = reference.printed()
+    rows = reference.paper_numbers()
     assert (rows[["table", "metric", "source"]] != "").all().all()
     assert set(rows["certainty"].str.extract(r"^(\w+)")[0]) == {"certain", "approx", "derived"}
 
