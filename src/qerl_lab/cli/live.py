@@ -34,7 +34,7 @@ class JobProgress:
         self.step, self.first_step, self.reward, self.eta = 0, 0, "-", "-"
         self.printed_tenth: int | None = None
         self.read_progress()
-        self.first_step = self.step  # that the run had before this command; the ETA counts from there
+        self.first_step = self.step  # reached before this command; the ETA counts from there
 
     def refresh(self) -> None:
         """Update whether the job is running, and its progress."""

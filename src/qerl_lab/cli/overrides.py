@@ -187,7 +187,7 @@ def without_hydra_overrides(overrides: list[str]) -> list[str]:
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Context manager: re-raise errors of Hydra, OmegaConf and YAML as ConfigError."""
+    """Context manager: re-raise errors of Hydra (one is a plain ValueError), OmegaConf and YAML as ConfigError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:

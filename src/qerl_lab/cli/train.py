@@ -47,6 +47,45 @@ LAUNCHER = "lab"  # our launcher, in hydra_plugins
 HERE = ("basic", "joblib", "submitit_local")  # other launchers of Hydra that run jobs on this machine
 
 
+@exits.command
+def main(arguments: list[str]) -> int:
+    """Run the command `python -m qerl_lab` with these arguments; print errors; return the exit code."""
+    if not arguments:
+        print(manual.overview())
+        return OK
+    if "--version" in arguments:
+        print(f"qerl-lab {qerl_lab.__version__}")
+        return OK
+    flags, overrides = _split_flags_from_overrides(arguments)
+    if {"--help", "-h"} & set(flags):
+        print(manual.help_text())
+        return OK
+    refuse_several_processes(os.environ)
+    if "resume" in (given := overrides_by_key(overrides)):
+        refuse_repeated_keys((word.lstrip("+").partition("=")[0], word) for word in overrides)
+        return _resume(flags, given)
+    overrides = [spell_for_hydra(word) for word in overrides]
+    parse_overrides(overrides)
+    with as_config_errors():
+        return _run_hydra([*flags, *overrides])
+
+
+def _run_hydra(arguments: list[str]) -> int:
+    """Start Hydra with these arguments; Hydra then calls `run`. Return the exit code."""
+    register_schema()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
+    before, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        run()
+    except PastHydra as left:
+        raise left.__cause__ or left from None
+    except SystemExit as ended:
+        return int(ended.code or OK)
+    finally:
+        sys.argv = before
+    return OK
+
+
 class PastHydra(BaseException):
     """Carries another exception, its `__cause__`, through Hydra.
 
@@ -113,15 +152,14 @@ def run(cfg: DictConfig) -> int:
             plan = compose.plan_run(cfg, GlobalHydra.instance().config_loader())
             _exit_if_no_override(hydra_config)
             plan = _check_and_claim(plan, is_here=True)
-            directory = RunDirectory(plan.directory)
-            sys.exit(_print_unfinished(launch.start(directory), directory))
+            sys.exit(_start(RunDirectory(plan.directory)))
     directory = RunDirectory(Path(hydra_config.runtime.output_dir))
     words = list(hydra_config.overrides.task)
     typed = TypedCommand(
         command_line(words), without_hydra_overrides(words), jobs.sweep_name(Path(hydra_config.sweep.dir))
     )
     try:
-        return _print_unfinished(launch.start(directory, typed), directory)
+        return _start(directory, typed)
     except ConfigError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return USAGE
@@ -137,8 +175,9 @@ def _exit_if_no_override(hydra_config: Any) -> None:
         sys.exit(OK)
 
 
-def _print_unfinished(code: int, run: RunDirectory) -> int:
-    """Print how a run ended if it failed or was interrupted; return `code` unchanged."""
+def _start(run: RunDirectory, typed: TypedCommand | None = None) -> int:
+    """Start or resume a run and wait, as `launch.start`; print how it ended if it is not done; return the exit code."""
+    code = launch.start(run, typed)
     if code == FAILURE:
         print(launch.failure_message(run), file=sys.stderr)
     elif code == INTERRUPTED:
@@ -146,45 +185,6 @@ def _print_unfinished(code: int, run: RunDirectory) -> int:
         line = f"{python_command()} -m qerl_lab {resume}"
         print(f"interrupted; {saved} steps are saved. Continue with\n  {line}", flush=True)
     return code
-
-
-@exits.command
-def main(arguments: list[str]) -> int:
-    """Run the command `python -m qerl_lab` with these arguments; print errors; return the exit code."""
-    if not arguments:
-        print(manual.overview())
-        return OK
-    if "--version" in arguments:
-        print(f"qerl-lab {qerl_lab.__version__}")
-        return OK
-    flags, overrides = _split_flags_from_overrides(arguments)
-    if {"--help", "-h"} & set(flags):
-        print(manual.help_text())
-        return OK
-    refuse_several_processes(os.environ)
-    if "resume" in (given := overrides_by_key(overrides)):
-        refuse_repeated_keys((word.lstrip("+").partition("=")[0], word) for word in overrides)
-        return _resume(flags, given)
-    overrides = [spell_for_hydra(word) for word in overrides]
-    parse_overrides(overrides)
-    with as_config_errors():
-        return _run_hydra([*flags, *overrides])
-
-
-def _run_hydra(arguments: list[str]) -> int:
-    """Start Hydra with these arguments; Hydra then calls `run`. Return the exit code."""
-    register_schema()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
-    before, sys.argv = sys.argv, [sys.argv[0], *arguments]
-    try:
-        run()
-    except PastHydra as left:
-        raise left.__cause__ or left from None
-    except SystemExit as ended:
-        return int(ended.code or OK)
-    finally:
-        sys.argv = before
-    return OK
 
 
 def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -261,7 +261,7 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         preflight.check(run.config(), directory)
     if jobs_per_gpu is not None:
         run.share_gpu(int(jobs_per_gpu))
-    return _print_unfinished(launch.start(run, TypedCommand(command)), run)
+    return _start(run, TypedCommand(command))
 
 
 def _finished_run_error(run: RunDirectory) -> ConfigError:
