@@ -1,4 +1,4 @@
-"""Check keys and value types against the schema, and word the errors."""
+"""Check keys, types of values, and conditions such as `aqn.schedule!=off` on the schema; word the errors."""
 
 import difflib
 import re
@@ -147,6 +147,16 @@ def check_type(name: str, field: Field[Any], value: Any) -> None:
     raise ConfigError(f"{name}={spell_value(value)} is not allowed; allowed: {allowed}. Type {remedy}.")
 
 
+def has_type(value: Any, kind: Any) -> bool:
+    """Tell whether a value has the type `kind`, which may be a list or optional. An int is accepted for a float."""
+    if value is None:
+        return type(None) in get_args(kind)
+    kind = _strip_optional(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(has_type(item, get_args(kind)[0]) for item in value)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
 def describe_type(kind: Any) -> str:
     """Describe a key's type in words, such as `a whole number or null`."""
     return TYPE_WORDS[_strip_optional(kind)][0] + (" or null" if type(None) in get_args(kind) else "")
@@ -155,6 +165,15 @@ def describe_type(kind: Any) -> str:
 def _strip_optional(kind: Any) -> Any:
     """Return X for the type `X | None`, and any other type unchanged."""
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
+
+
+def spell_value(value: Any) -> str:
+    """Format a Python value as it is typed in an override (`key=value`): null, true, [a,b]."""
+    if isinstance(value, list):
+        return f"[{','.join(spell_value(item) for item in value)}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) or "''"
 
 
 def parse_condition(text: str) -> tuple[str, list[str], bool]:
@@ -184,22 +203,3 @@ def is_met(condition: str, values: Mapping[str, Any]) -> bool:
     value = values[key]
     text = f"{value:g}" if isinstance(value, float) else spell_value(value)
     return (text in listed) != is_excluded
-
-
-def has_type(value: Any, kind: Any) -> bool:
-    """Tell whether a value has the type `kind`, which may be a list or optional. An int is accepted for a float."""
-    if value is None:
-        return type(None) in get_args(kind)
-    kind = _strip_optional(kind)
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(has_type(item, get_args(kind)[0]) for item in value)
-    return type(value) is kind or (kind is float and type(value) is int)
-
-
-def spell_value(value: Any) -> str:
-    """Format a Python value as it is typed in an override (`key=value`): null, true, [a,b]."""
-    if isinstance(value, list):
-        return f"[{','.join(spell_value(item) for item in value)}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value) or "''"

@@ -1,6 +1,6 @@
 """Declare keys of the schema with default, bounds and meaning, and check values against the bounds.
 
-Also defines ConfigError, the JSON parser that all of the lab uses, and the refusal for want of a package.
+Also defines what all of the lab uses: ConfigError, `parse_json` and `require_package`.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Make the local paths of a run absolute, so that it can be resumed from any directory. Imports no torch."""
+"""Make the local paths of a run absolute, to resume it from any directory, and hash its files. Imports no torch."""
 
 import hashlib
 from copy import deepcopy

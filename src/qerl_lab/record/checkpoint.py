@@ -44,19 +44,6 @@ class Saved:
     micro_batch_size: int | None = None
 
 
-def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
-    """Return an OSError that names `checkpoint` if the disk of `folder` is full, else None.
-
-    Tries to write a file, because the errors of torch.save and safetensors do not say why a write failed.
-    """
-    try:
-        (folder / "probe").write_bytes(bytes(PROBE_BYTES))
-    except OSError as error:
-        if error.errno in FULL:
-            return OSError(error.errno, error.strerror, str(checkpoint))
-    return None
-
-
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
     """Write the checkpoint of `state["step"]` below `folder` atomically, delete old ones, and return its path.
 
@@ -99,6 +86,19 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
     for other in set(_step_folders(folder)) - set(kept):
         shutil.rmtree(other)
     return final
+
+
+def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
+    """Return an OSError that names `checkpoint` if the disk of `folder` is full, else None.
+
+    Tries to write a file, because the errors of torch.save and safetensors do not say why a write failed.
+    """
+    try:
+        (folder / "probe").write_bytes(bytes(PROBE_BYTES))
+    except OSError as error:
+        if error.errno in FULL:
+            return OSError(error.errno, error.strerror, str(checkpoint))
+    return None
 
 
 def last_step(folder: Path) -> int:
