@@ -5,7 +5,6 @@ Problems are rows of `task.path` with `question` and `tests`, a list of `{"input
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
         inputs, outputs = [test["input"] for test in tests], [test["output"] for test in tests]
         return Question(id, row.text("question"), "", {"inputs": inputs, "outputs": outputs, **limits})
 
-    return read(replace(cfg, module=None), source, of_heldout, make)  # the same ids whatever grades the answers
+    return read(cfg, source, of_heldout, make, cfg.name)
 
 
 train, heldout = partial(_read, of_heldout=False), partial(_read, of_heldout=True)

@@ -129,9 +129,9 @@ def _checked_grade(
 ) -> Scores:  # fmt: skip
     """Return the scores of `function(texts, questions)`, where `function` is `grade` of the user's file `module`.
 
-    Raises GraderFailed if `function` raises. Raises ConfigError if a part of the result is not one score from 0 to 1
-    per text, or if the result has the wrong parts: "format" and "answer" are required, and with `are_required` the
-    parts in `weighted`; allowed are PARTS and the parts in `weighted`.
+    Raises GraderFailed if `function` raises, and ConfigError unless each part of the result is one score from 0 to 1
+    per text. The parts are some of PARTS and `weighted`: "format" and "answer" always, with `are_required` all of
+    `weighted`.
     """
     import numpy as np
 

@@ -97,24 +97,24 @@ def checked_text(value: Any, column: str) -> str:
 Make = Callable[[str, Row], Question | None]
 
 
-def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Questions:
+def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make, prefix: str = "") -> Questions:
     """Read the training or held-out questions of a set from task.path, or from the hub if task.path is not set.
 
     `make(id, row)` returns a question. It may return None to leave the row out, or raise BadRow to have the row counted
     as bad. Questions keep the order of their rows; of equal questions with the same id one is returned. Raises
     ConfigError if the rows cannot be read, or if over 1% of them are bad.
 
-    Ids begin with the task's name. In a user's file they begin with the last part of `source.hub_id`: with the file's
-    own name the same rows would be other questions in each copy of the file, and reports could not pair them.
+    Ids begin with `prefix`, or if that is empty with the last part of `source.hub_id`. They do not depend on who grades
+    the answers, because reports pair questions by id.
     """
-    of_set = (cfg.module and source.hub_id.rpartition("/")[2]) or cfg.name
+    prefix = prefix or source.hub_id.rpartition("/")[2]
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
     found, bad, total = dict[str, Question](), list[str](), 0
     for total, (where, values) in enumerate(_rows(cfg, source, of_heldout), start=1):
         try:
             row = Row(_parse_line(values) if isinstance(values, bytes) else values, columns)
             name = row.number_or_text("id") if columns.get("id") else f"{source.split(of_heldout)}-{total - 1}"
-            question = make(f"{of_set}-{name}", row)
+            question = make(f"{prefix}-{name}", row)
             if question is not None and found.setdefault(question.id, question) != question:
                 raise BadRow(f"has the id {name!r} of a row before it")
         except BadRow as error:

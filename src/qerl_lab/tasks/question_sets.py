@@ -53,21 +53,17 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
     if SOURCES[name].train:
         found["train"] = lambda cfg: _read(cfg, of_heldout=False)
     if name == "gsm8k":
-        found["worked"] = lambda cfg: _read_gsm8k(replace(cfg, module=None), _gsm8k_worked, of_heldout=False)
+        found["worked"] = lambda cfg: _read_gsm8k(cfg, _gsm8k_worked, of_heldout=False)
     return found
 
 
 def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
-    """Read the training or held-out questions of the set `cfg.name`. Raises ConfigError if they cannot be read.
-
-    Their ids begin with the set's name, also if `task.module` grades them in another way.
-    """
-    cfg = replace(cfg, module=None)
+    """Read the training or held-out questions of the set `cfg.name`. Raises ConfigError if they cannot be read."""
     if cfg.name == "gsm8k":
         return _read_gsm8k(cfg, _gsm8k, of_heldout)
     if cfg.name == "bigmath":
         return _read_bigmath(cfg, of_heldout)
-    return read(cfg, SOURCES[cfg.name], of_heldout, _MAKERS[cfg.name])
+    return read(cfg, SOURCES[cfg.name], of_heldout, _MAKERS[cfg.name], cfg.name)
 
 
 def _read_gsm8k(cfg: TaskConfig, make: Make, of_heldout: bool) -> Questions:
@@ -87,7 +83,7 @@ def _read_gsm8k(cfg: TaskConfig, make: Make, of_heldout: bool) -> Questions:
             raise BadRow(f"has no solution, and task.gsm8k.max_steps={most} counts its steps")
         return question if steps[-1] <= most else None
 
-    found = read(cfg, SOURCES["gsm8k"], of_heldout, make_if_short)
+    found = read(cfg, SOURCES["gsm8k"], of_heldout, make_if_short, cfg.name)
     if steps and not found:
         raise ConfigError(
             f"task.gsm8k.max_steps={most} leaves out all {len(steps):,} questions; the shortest solution has "
@@ -135,7 +131,8 @@ def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
             raise BadRow(f"has the level {level[:80]!r}; levels are 1 to 5")
         return _question_with_latex_answer(id, row) if level >= levels[0] else None
 
-    found = read(cfg, replace(SOURCES["bigmath"], hub_config=BIGMATH_CONFIGS[levels]), of_heldout, make_if_chosen)
+    source = replace(SOURCES["bigmath"], hub_config=BIGMATH_CONFIGS[levels])
+    found = read(cfg, source, of_heldout, make_if_chosen, cfg.name)
     if without_level and levels != "all" and cfg.path is not None:
         found.notes.append(
             f"{len(without_level):,} rows have no level, so that task.bigmath.levels={levels} left none of them out"

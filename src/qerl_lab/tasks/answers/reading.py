@@ -1,6 +1,6 @@
 """Parse the form of an answer: split at unions, commas and signs, open brackets, parse what is left.
 
-Every function here but `read` raises Unreadable if a text has no such form.
+`read` returns None for a text without such a form; the functions below raise Unreadable, unless they say otherwise.
 """
 
 import re
