@@ -18,7 +18,7 @@ from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.backends import FP4_TILES
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.one_adapter import AdapterBuffers
-from qerl_lab.rollout.vllm.transfer import adapter_bytes, max_rank, write_settings, write_weights
+from qerl_lab.rollout.vllm.transfer import adapter_bytes, max_rank, write_adapter_config, write_adapter_weights
 
 NAME, ID = "policy", 1
 
@@ -68,7 +68,7 @@ class AdapterFile:
         self.folder: Path = self._open.enter_context(scratch_folder(adapter_bytes(model)))
         # To send with a prompt. With `load_inplace` vLLM would read the files again at every token.
         self.request = LoRARequest(NAME, ID, str(self.folder))
-        write_settings(model, self.folder)
+        write_adapter_config(model, self.folder)
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM` for this adapter. Raises ConfigError if vLLM allows no rank that high."""
@@ -76,7 +76,7 @@ class AdapterFile:
 
     def sync(self, llm: LLM) -> None:
         """Write the policy's adapter to files and let vLLM reload them. Raises EngineFailed if writing fails."""
-        write_weights(self.model, self.folder)
+        write_adapter_weights(self.model, self.folder)
         llm.llm_engine.add_lora(LoRARequest(NAME, ID, str(self.folder), load_inplace=True))
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 # Fastest of 31 variants, or within 2% of it, at 8 to 128 rows of a 7B layer, rank 32, on an H200 (LOG.md).
 SHRINK_M = 16  # rows per program of shrink: the tensor cores' minimum
-MOST_SPLITS = 32  # that expand adds up; half as many for more rows
+MOST_SPLITS = 32  # expand adds them up; half as many for more rows
 PROGRAMS = 132  # multiprocessors of an H200
 BLOCK_R = 32
 IN_FLIGHT = tl.constexpr(8)
@@ -59,7 +59,7 @@ def shrink(x: Tensor, A: Tensor) -> Tensor:
     grid = (splits, triton.cdiv(R, BLOCK_R), triton.cdiv(rows, SHRINK_M))
     _shrink[grid](
         x, A, sums, rows, R, columns, chunk, x.stride(0), BLOCK_M=SHRINK_M, BLOCK_R=BLOCK_R, BLOCK_K=block_k,
-        num_warps=4, num_stages=4, **launch_options(x),
+        num_warps=4, num_stages=4, **launch_options(x.device),
     )  # fmt: skip
     return sums
 
@@ -89,7 +89,7 @@ def expand(
     _expand[(tiles, triton.cdiv(rows, block_m))](
         y, sums, B, bias, out, rows, sums.shape[0], y.stride(0), *sums.stride()[:2], out.stride(0), alpha,
         PARTS=parts, RANK=rank, BLOCK_M=block_m, BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=block_n,
-        num_warps=warps, **launch_options(y),
+        num_warps=warps, **launch_options(y.device),
     )  # fmt: skip
 
 
@@ -112,19 +112,14 @@ def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
     return 32, wide, 8 if wide == 256 else 4
 
 
-def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """Return Triton's launch arguments for the GPU of `tensor`.
-
-    From Hopper on they let a kernel begin before the previous one has ended.
-    """
-    able = tensor.is_cuda and _capability(tensor.device) >= (9, 0)
-    return {"AHEAD": able, "launch_pdl": able}
-
-
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the GPU's compute capability, cached because one forward pass of a 7B makes 224 launches."""
-    return torch.cuda.get_device_capability(device)
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Return Triton's launch arguments: from Hopper on they let a kernel begin before the previous one has ended.
+
+    They are cached, because one forward pass of a 7B makes 224 launches.
+    """
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"AHEAD": able, "launch_pdl": able}
 
 
 def tiles_of(sizes: list[int], block: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:

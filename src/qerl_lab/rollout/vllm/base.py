@@ -79,7 +79,7 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
     run would compile again.
     """
     number = 0
-    while (held := lock_folder(place / f"{name}-{number}")) is None:
+    while (held := lock_and_empty(place / f"{name}-{number}")) is None:
         number += 1
     path = place / f"{name}-{number}"
     try:
@@ -92,12 +92,12 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
 def remove_leftovers(place: Path, pattern: str) -> None:
     """Remove the folders of killed processes: those in `place` that match the glob `pattern` and are not locked."""
     for path in place.glob(pattern):
-        if (held := lock_folder(path)) is not None:
+        if (held := lock_and_empty(path)) is not None:
             path.rmdir()
             os.close(held)
 
 
-def lock_folder(path: Path) -> int | None:
+def lock_and_empty(path: Path) -> int | None:
     """Lock the folder `path` and empty it; create it if it does not exist.
 
     Returns the file descriptor that holds the lock until it is closed, or None if another process or user has the

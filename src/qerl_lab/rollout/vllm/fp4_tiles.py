@@ -257,12 +257,12 @@ def split_of(columns: int, tiles: int, warps: int) -> int:
     makes one trip per 64 columns of a tile, and one per 16 splits to add them up.
     """
 
-    def count_trips(of_split: int) -> int:
+    def trips_in_a_row(of_split: int) -> int:  # columns of a split
         splits = ceil_div(columns, of_split)
         for_products = ceil_div(splits * tiles, warps) * of_split // _STEP_OF_SPLIT
         return for_products + ceil_div(splits, _SUMS_AT_ONCE)
 
-    return min(range(_STEP_OF_SPLIT, columns + 1, _STEP_OF_SPLIT), key=count_trips)
+    return min(range(_STEP_OF_SPLIT, columns + 1, _STEP_OF_SPLIT), key=trips_in_a_row)
 
 
 @cache

@@ -120,12 +120,12 @@ def adapter_bytes(model: PeftModel) -> int:
     return sum(tensor.nbytes for tensor in get_peft_model_state_dict(model, adapter_name="default").values())
 
 
-def write_settings(model: PeftModel, folder: Path) -> None:
+def write_adapter_config(model: PeftModel, folder: Path) -> None:
     """Write the adapter's adapter_config.json, which does not change during a run, to `folder`."""
     model.peft_config["default"].save_pretrained(folder)
 
 
-def write_weights(model: PeftModel, folder: Path) -> None:
+def write_adapter_weights(model: PeftModel, folder: Path) -> None:
     """Write the current adapter weights to `folder` atomically, so that a reader sees the old file or the new one.
 
     Raises EngineFailed if that fails: the folder may be full, or on another host that went away.

@@ -37,7 +37,7 @@ class NormWorker(Worker):
                 module.weight.data = module.weight.data.float()
 
     def qerl_describe(self) -> dict[str, Any]:
-        """Return this vLLM's quantization and settings, which a run compares with `server_command.settings`."""
+        """Return this vLLM's quantization and settings, to compare with `server_command.required_settings`."""
         config = self.vllm_config
         model, lora = config.model_config, config.lora_config
         return {

@@ -58,7 +58,7 @@ def changed_format_options(cfg: RunConfig) -> dict[str, str]:
     return {key: str(given[key]).lower() for key in asdict(formats.build(cfg.format)) if given[key] != usual[key]}
 
 
-def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+def required_settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the vLLM settings with which the server of a run must be started, by vLLM's names for them.
 
     `dtype` is the compute dtype.
@@ -76,7 +76,7 @@ def flags(cfg: RunConfig) -> list[str]:
     server_cfg, cache_gib = cfg.rollout.vllm_server, cfg.rollout.vllm.kv_cache_gib
     url = urlsplit(server_cfg.url)
     given: dict[str, Any] = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80)}
-    given |= settings(cfg, compute_dtype(cfg, device_of(cfg.device)))
+    given |= required_settings(cfg, compute_dtype(cfg, device_of(cfg.device)))
     if server_cfg.tensor_parallel > 1:
         given["tensor_parallel_size"] = server_cfg.tensor_parallel
     if cache_gib is not None:

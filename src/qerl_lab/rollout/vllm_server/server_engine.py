@@ -29,11 +29,11 @@ from qerl_lab.rollout.vllm.transfer import (
     check_norms,
     decode_tensor,
     sampling_arguments,
-    write_settings,
-    write_weights,
+    write_adapter_config,
+    write_adapter_weights,
 )
 from qerl_lab.rollout.vllm_server.client import ADVICE, Refused, Server, Unanswered
-from qerl_lab.rollout.vllm_server.server_command import settings
+from qerl_lab.rollout.vllm_server.server_command import required_settings
 
 AT_LEAST = ("max_model_len", "max_lora_rank")  # a server may have more of these
 PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
@@ -64,7 +64,7 @@ class VllmServerEngine(Engine):
         self._name = f"policy-{secrets.token_hex(4)}"  # name of the adapter on the server, unique to this engine
         try:
             self._folder = self._make_folder()
-            write_settings(policy.model, self._folder)
+            write_adapter_config(policy.model, self._folder)
             # A server that differs would train the policy on another model's completions, unnoticed.
             self._check_settings()
             self._take_over()
@@ -99,7 +99,7 @@ class VllmServerEngine(Engine):
         """Raise ConfigError unless the server has the settings that `serve_line` prints, or more of AT_LEAST."""
         served = self._call_workers("qerl_describe")[0]  # all workers have one configuration
         served["format"] = format_of(served.pop("quantization"), served.pop("quantization_config"))
-        wanted = settings(self.cfg, self.policy.model.dtype) | {"format": self.cfg.format.name}
+        wanted = required_settings(self.cfg, self.policy.model.dtype) | {"format": self.cfg.format.name}
         for key, value in served.items():
             fits, allowed = value == wanted[key], str(wanted[key])
             if key in AT_LEAST:
@@ -138,7 +138,7 @@ class VllmServerEngine(Engine):
         for name in held:
             with suppress(Refused):  # already gone
                 self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
-        write_weights(self.policy.model, self._folder)
+        write_adapter_weights(self.policy.model, self._folder)
         try:
             self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
         except Refused as error:
@@ -166,7 +166,7 @@ class VllmServerEngine(Engine):
         Raises EngineFailed if the server fails, if another run has taken it over, or if the adapter cannot be written.
         """
         self._require_only_adapter()
-        write_weights(self.policy.model, self._folder)
+        write_adapter_weights(self.policy.model, self._folder)
         held = self._call_workers("qerl_adapter", name=self._name, folder=str(self._folder))
         if wrong := [ids for ids in held if len(ids) != 1]:
             raise EngineFailed(f"{self._server.name} answered the adapter with {wrong[0]}; allowed: one id")
