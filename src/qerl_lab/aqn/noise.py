@@ -42,7 +42,7 @@ class Noise:
         return {name: part.view_as(clean[name]) for name, part in zip(clean, parts, strict=True)}
 
     def _draw(self, layer: str, shape: torch.Size) -> Tensor:
-        """Draw standard normal numbers for the norm `layer`, one per entry of its `shape`, on the CPU; flattened."""
+        """Draw, on the CPU, a vector of standard normal numbers: one per entry of the norm `layer` of this `shape`."""
         digest = hashlib.sha256(f"{self.seed}/{self.step}/{layer}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch takes 63 bits
         return torch.randn(shape, generator=generator).flatten()

@@ -131,7 +131,7 @@ def read_source(options: QuantizeOptions) -> Source:
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     weight_format, ignore = formats.build(options.format_config()), options.ignore
     typed = f"ignore={spell_value(ignore)}"
-    _check_names(ignore, linears)
+    _check_ignore(ignore, linears)
     if head := packed_head(model, weight_format, ignore):
         raise ConfigError(
             f"{typed} would pack {head}, the output layer, and training reads its dense weight; "
@@ -153,7 +153,7 @@ def read_source(options: QuantizeOptions) -> Source:
     return Source(folder, weights, packed, dense, config)
 
 
-def _check_names(ignore: list[str], linears: list[str]) -> None:
+def _check_ignore(ignore: list[str], linears: list[str]) -> None:
     """Raise ConfigError if an entry of `ignore` matches no layer of `linears`, the full names of a model's Linears.
 
     Without this check a typo would quantize a layer that was to stay dense.
