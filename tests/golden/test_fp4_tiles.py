@@ -22,8 +22,8 @@ from qerl_lab.rollout.vllm.fp4_tiles import (
     Machine,
     Plan,
     Shape,
-    counters,
     linear,
+    meeting_counters,
     plan,
     tile_of,
 )
@@ -93,7 +93,7 @@ def operands(rows: int, columns: int, sizes: list[int], rank: int, tile: int) ->
         "B": B,
         "bias": bias,
     }
-    given |= {"divisor": packed["weight_global_scale"], "meeting": counters(N, DEVICE)}
+    given |= {"divisor": packed["weight_global_scale"], "meeting": meeting_counters(N, DEVICE)}
     return {name: tensor.to(DEVICE) for name, tensor in given.items()}, exact
 
 

@@ -205,10 +205,9 @@ def _run_processes(
     If none failed, the rank is 0. A negative status is a signal number. Each process inherits `lock`, the lock of the
     run's directory.
 
-    After a signal to this process, and once the stop file of `sweep_job` exists, the processes get SIGTERM, so that
-    they finish their step and save. They are killed after a signal that aborts (`StopRequest`), and once the stop file
-    contains ABORT. A terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there, because only
-    this process counts signals. After a failure the others are killed GRACE_SECONDS later.
+    Signals to this process and the stop file of `sweep_job` (`StopRequest`) end them, as `_wait_for_all` says. A
+    terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there, because only this process
+    counts signals.
     """
     children: list[subprocess.Popen[bytes]] = []
     request = StopRequest(sweep_job.stop_file if sweep_job else None)
@@ -242,8 +241,8 @@ def _stop_signals_blocked() -> Iterator[None]:
 def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest) -> int | None:
     """Wait until all processes have ended. Return the rank of the first that failed; None if none failed.
 
-    Terminates each process once if `request` asks to stop. Kills them if it asks to abort, and GRACE_SECONDS after a
-    failure, because ranks that wait for a failed one never end.
+    Sends SIGTERM to each process once if `request` asks to stop, so that it finishes its step and saves. Kills them if
+    it asks to abort, and GRACE_SECONDS after a failure, because ranks that wait for a failed one never end.
     """
     first_failed, kill_time, is_told = None, math.inf, False
     while running := [child for child in children if child.poll() is None]:

@@ -119,7 +119,7 @@ def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
 def drop_idle_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings (value by dotted key) without the options of rollout engines that the run does not use.
 
-    Also drops format.activations=auto, or FP8, which alone uses the key, would differ from the other formats in it.
+    Also drops format.activations=auto: only FP8 uses this key, and it would differ from the other formats in it.
     Options of other formats stay, because the hashes of older runs include them.
     """
     idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]

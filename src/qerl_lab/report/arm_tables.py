@@ -38,7 +38,7 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
 def _accuracy_table(comparison: Comparison, baseline: str | None) -> Table:
     """Build the table of held-out accuracy: `accuracy_rows`, pass@n, and the accuracies of the paper's Table 1.
 
-    The latter stand beside arms that are also there, as the row there and the accuracies at 3B and 7B.
+    An arm that is in Table 1 too gets the name of its row there, and the accuracies at 3B and 7B.
     """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
     rows = accuracy_rows(comparison, baseline)
@@ -69,11 +69,6 @@ def _accuracy_table(comparison: Comparison, baseline: str | None) -> Table:
         rows,
         f"Left out: {in_words(empty)}, since {why}." if empty else "",
     )
-
-
-def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
-    """Return the headline number `summary[name]` of each run, indexed by seed."""
-    return pd.Series({run.seed: float(run.summary[name]) for run in runs})
 
 
 def _entropy_table(comparison: Comparison) -> Table:
@@ -151,3 +146,8 @@ def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
         rows,
         f"Left out: seconds and tokens/s of {which}, since {SHARED}." if shared else "",
     )
+
+
+def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
+    """Return the headline number `summary[name]` of each run, indexed by seed."""
+    return pd.Series({run.seed: float(run.summary[name]) for run in runs})

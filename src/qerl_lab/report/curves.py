@@ -200,11 +200,6 @@ def draw_formats(arms: Arms, formats: Mapping[str, str], title: str) -> Figure:
     return figure
 
 
-def _is_line(chosen: Values, curve: Curve) -> bool:
-    """Tell whether a metric is drawn as lines: not if it was measured only before and after training."""
-    return max(len(values) for own in chosen.values() for values in own) > 2 or not curve.metric.startswith("eval/")
-
-
 def _limit_y_axis(axis: Axes, chosen: Values, curve: Curve) -> None:
     """Cut the y axis of a drawn panel to `curve.bounds`, and let it begin at 0 with `curve.from_zero`.
 
@@ -244,6 +239,11 @@ def _draw_panel(
     else:
         style_panel(axis, curve.label, f"{unit}: before and after them")
         axis.margins(x=0.05)  # the points are at the ends
+
+
+def _is_line(chosen: Values, curve: Curve) -> bool:
+    """Tell whether a metric is drawn as lines: not if it was measured only before and after training."""
+    return max(len(values) for own in chosen.values() for values in own) > 2 or not curve.metric.startswith("eval/")
 
 
 def _draw_two_points(

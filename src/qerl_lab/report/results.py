@@ -112,12 +112,10 @@ def to_tables(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[s
     rows += [{"run": name, "experiment": None, "state": why} for name, why in damaged.items()]
     counted = [run for run in runs if run.name in arm_of]
     steps = [run.steps.reset_index().assign(run=run.name) for run in counted]
-    asked = []
-    for run in counted:
-        for phase, values in run.accuracy.items():
-            if phase != "gain":
-                cells = {"run": run.name, "phase": phase, "id": values.index, "accuracy": values.to_numpy(float)}
-                asked.append(pd.DataFrame(cells))
+    asked = [
+        pd.DataFrame({"run": run.name, "phase": phase, "id": values.index, "accuracy": values.to_numpy(float)})
+        for run in counted for phase, values in run.accuracy.items() if phase != "gain"
+    ]  # fmt: skip
     no_questions = pd.DataFrame(columns=["run", "phase", "id", "accuracy"])
     return {
         RUNS: pd.DataFrame(rows),

@@ -122,21 +122,6 @@ def _sizes(rows: pd.DataFrame) -> pd.DataFrame:
     return with_ratios(sizes, "weights", ["model"], {"bf16": is_bf16})
 
 
-def _paper_rows(*metrics: str) -> pd.DataFrame:
-    """Return the paper's rows of the given metrics for BF16, NF4 and NVFP4, with our names of models and formats.
-
-    Adds `batch` (0 if the paper states none) and `rank` (`PRINTED_RANK` if it states none).
-    """
-    rows = reference.paper_numbers()
-    rows = rows[rows["metric"].isin(metrics) & rows["weight_format"].isin(["BF16", "NF4", "NVFP4"])]
-    batch = rows["setting"].str.extract(r"(?:BS |batch=|batch size )(\d+)", expand=False)
-    rank = rows["setting"].str.extract(r"LoRA rank (\d+)", expand=False)
-    return rows.assign(
-        model=rows["model"].str.lower().str.removesuffix("-instruct"), format=rows["weight_format"].str.lower(),
-        batch=batch.fillna("0").astype(int), rank=rank.fillna(str(PRINTED_RANK)).astype(int),
-    )  # fmt: skip
-
-
 def printed_rollouts() -> pd.DataFrame:
     """Tabulate the paper's tokens/s of rollouts (`number`), a row per model, batch, LoRA rank and format.
 
@@ -159,6 +144,21 @@ def printed_steps() -> pd.DataFrame:
     rows["text"] = (rows["value"] + " " + rows["unit"]).str.strip().str.replace(" x", "x")
     wide = rows.pivot(index=["model", "batch", "format"], columns="metric", values="text")
     return wide.rename(columns=STEP_METRICS).reset_index()
+
+
+def _paper_rows(*metrics: str) -> pd.DataFrame:
+    """Return the paper's rows of the given metrics for BF16, NF4 and NVFP4, with our names of models and formats.
+
+    Adds `batch` (0 if the paper states none) and `rank` (`PRINTED_RANK` if it states none).
+    """
+    rows = reference.paper_numbers()
+    rows = rows[rows["metric"].isin(metrics) & rows["weight_format"].isin(["BF16", "NF4", "NVFP4"])]
+    batch = rows["setting"].str.extract(r"(?:BS |batch=|batch size )(\d+)", expand=False)
+    rank = rows["setting"].str.extract(r"LoRA rank (\d+)", expand=False)
+    return rows.assign(
+        model=rows["model"].str.lower().str.removesuffix("-instruct"), format=rows["weight_format"].str.lower(),
+        batch=batch.fillna("0").astype(int), rank=rank.fillna(str(PRINTED_RANK)).astype(int),
+    )  # fmt: skip
 
 
 def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:

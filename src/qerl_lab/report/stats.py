@@ -140,7 +140,7 @@ def p_above(mean: float, variances: tuple[float, float], seeds: int, questions: 
         half = half_width(variances, seeds, questions, level)
         return gap, gap - half, gap + half
 
-    two_sided = p_value(interval_at, 64)
+    two_sided = p_value(interval_at, 64)  # 64: variances above 0 give an interval a width
     return two_sided / 2 if gap > 0 else 1 - two_sided / 2
 
 

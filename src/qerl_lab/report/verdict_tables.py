@@ -33,65 +33,83 @@ HEADS = (  # columns of numbers; `markdown` shows the last one after the family
 )  # fmt: skip
 
 
-def effect_cell(row: Row) -> str:
-    """Format the measured effect as `+0.013 [-0.003, +0.030]` or `>= 1.9x [1.3, no bound]`; a dash if there is none."""
-    if row.numbers is None:
-        return NONE
-    spell_end = "{:.2f}".format if row.claim.is_ratio else stats.format_change
-    return mean_and_interval(row.numbers.effect, row.claim.spell, spell_end)
+def text(comparison: Comparison, rows: Sequence[Row]) -> str:
+    """Format verdicts for the terminal: their table, what they rest on, accuracies, warnings, and runs left out."""
+    table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
+    for row in (row for row in rows if not row.lacks_runs):
+        seeds = str(row.numbers.seeds) if row.numbers else NONE
+        verdict = f"{row.verdict}: {row.why}"
+        table.append([row.claim.name, name_of(row), seeds, effect_cell(row), paper_cell(row), verdict])
+    shown = [columns(table), HOW_TO_READ] if len(table) > 1 else []
+    parts = [*shown, contrasts_without_runs(rows), *_basis(rows)]
+    parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
+    parts += [missing_arms(rows), columns(accuracy_rows(comparison, None))]
+    parts += [*notes(comparison), list_left_out(comparison)]
+    return "\n\n".join(part for part in parts if part)
 
 
-def paper_cell(row: Row) -> str:
-    """List the paper's effects as `+0.049 (Table 1 7B, inside)`; a dash without any.
+def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
+    """Render verdicts.md: what decided each contrast, then accuracies and what was left out.
 
-    Inside and outside say whether our interval holds the paper's effect.
+    `command_line` is the command that makes the file. Claims without a measured contrast are only named, and contrasts
+    with an arm without runs are only counted; `text` gives the reasons.
     """
-    texts = []
-    for where, value in row.contrast.printed:
-        if row.numbers:
-            _, low, high = row.numbers.effect
-            where += ", inside" if low <= value <= high else ", outside"
-        texts.append(f"{row.claim.spell(value)} ({where})")
-    return ", ".join(texts) or NONE
+    letters, sizes = _letters(rows), family_sizes(rows)
+    answered = {row.claim.name: row.claim for row in rows if row.numbers}
+    shown = []
+    for row in (row for row in rows if row.claim.name in answered and not row.lacks_runs):
+        cells = measured_cells(row)
+        numbers = {head: cells[head] for head in HEADS[:-1]}
+        shown.append({
+            "claim": row.claim.name, "contrast": name_of(row), "conditions": letters.get(row.conditions, NONE),
+            "measure": row.claim.measure, **numbers, "family": f"{row.claim.family}, {sizes.get(row.claim.family, 0)}",
+            "guardrail": cells["guardrail"], "preregistered": "yes" if row.is_registered else "no",
+            "verdict": f"**{row.verdict}**: {row.why}",
+        })  # fmt: skip
+    meanings = [
+        f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()
+    ]
+    table = "No claim was measured."
+    if shown:
+        table = pipe_table([list(shown[0]), *(list(row_cells.values()) for row_cells in shown)])
+    parts = ["# Verdicts on claims", f"By `{command_line}`.", "\n".join(meanings)]
+    parts += [HOW_TO_READ] if shown else []
+    parts += [*_basis(rows), table]
+    parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
+    silent = (row.claim.name for row in rows if row.claim.name not in answered and not row.lacks_runs)
+    rest = ", ".join(f"`{name}`" for name in dict.fromkeys(silent))
+    parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else ""]
+    parts += [contrasts_without_runs(rows), missing_arms(rows)]
+    parts += ["## Held-out accuracies", pipe_table(accuracy_rows(comparison, None))]
+    parts += [*notes(comparison), list_left_out(comparison)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def name_of(row: Row) -> str:
-    """Return the name of a row's contrast, with the settings that distinguish it from contrasts of the same name."""
-    context = format_conditions(row.context)
-    return f"{row.contrast.name} ({context})" if context else row.contrast.name
+def _basis(rows: Sequence[Row]) -> list[str]:
+    """Return paragraphs on what the verdicts rest on: numbers of tests, claims files, conditions of the runs."""
+    texts = [families(rows)]
+    for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
+        own = [row for row in rows if row.claim.file == file and row.numbers]
+        before = f"{sum(row.is_registered for row in own)} of {len(own)} measured contrasts"
+        texts.append(
+            f"Claims: {file.path}, SHA-256 {file.sha256[:12]}, first committed {file.committed}. Preregistered, which "
+            f"means that all of their runs record this hash: {before}."
+        )
+        later = dict.fromkeys(f"{row.claim.name} ({row.claim.added})" for row in own if row.claim.added)
+        texts += [f"Added later: {', '.join(later)}."] if later else []
+        texts += [f"Planned analysis: {file.analysis}"] if file.analysis else []
+    if letters := _letters(rows):
+        head = "Conditions of the runs:"
+        if len(letters) > 1:
+            head = f"The verdicts are of {len(letters)} sets of conditions; compare those of one letter:"
+        texts.append("\n".join([head, *(f"- {letter}: {format_conditions(own)}" for own, letter in letters.items())]))
+    return texts
 
 
-def format_conditions(settings: Conditions) -> str:
-    """Format settings as `key=value, key=value`."""
-    return ", ".join(format_setting(key, value) for key, value in settings)
-
-
-def describe_measure(claim: Claim) -> str:
-    """Say how a claim is measured, and which second measure must not fall too far (the guardrail)."""
-    measure, rail = MEASURES[claim.measure], claim.guardrail
-    text = f"{claim.measure} ({measure.unit}): {measure.meaning}."
-    return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
-
-
-def measured_cells(row: Row) -> dict[str, str]:
-    """Format the numbers of a contrast as cells of a table, by their `HEADS`; a dash for what was not measured."""
-    counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m)
-    cells = dict.fromkeys(HEADS, NONE) | {"finished / started": counts or NONE, "the paper's": paper_cell(row)}
-    numbers = row.numbers
-    if numbers is None:
-        return cells
-    measure, spell = MEASURES[row.claim.measure], format_number
-    bounds = stats.SHARE if measure.unit == "fraction" else ANY
-    if measure.is_change:
-        bounds, spell = stats.CHANGE, stats.format_change
-    for side, interval in (("treated", numbers.treated), ("control", numbers.control)):
-        text = mean_and_interval(stats.clip_interval(interval, *bounds), spell, spell)
-        cells[side] = f"{text} ({numbers.seeds})"
-    cells["effect"] = effect_cell(row)
-    if row.judged:
-        cells[P_VALUES] = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
-        cells["guardrail"] = numbers.guardrail or NONE
-    return cells
+def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
+    """Map each distinct set of conditions of measured contrasts to a letter: A, B, ..., Z, A1, ..."""
+    found = dict.fromkeys(row.conditions for row in rows if row.numbers)
+    return {conditions: chr(ord("A") + n % 26) + (str(n // 26) if n > 25 else "") for n, conditions in enumerate(found)}
 
 
 def families(rows: Sequence[Row]) -> str:
@@ -148,83 +166,65 @@ def collapses(rows: Sequence[Row]) -> list[list[str]]:
     return table if len(table) > 1 else []
 
 
-def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
-    """Map each distinct set of conditions of measured contrasts to a letter: A, B, ..., Z, A1, ..."""
-    found = dict.fromkeys(row.conditions for row in rows if row.numbers)
-    return {conditions: chr(ord("A") + n % 26) + (str(n // 26) if n > 25 else "") for n, conditions in enumerate(found)}
+def measured_cells(row: Row) -> dict[str, str]:
+    """Format the numbers of a contrast as cells of a table, by their `HEADS`; a dash for what was not measured."""
+    counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m)
+    cells = dict.fromkeys(HEADS, NONE) | {"finished / started": counts or NONE, "the paper's": paper_cell(row)}
+    numbers = row.numbers
+    if numbers is None:
+        return cells
+    measure, spell = MEASURES[row.claim.measure], format_number
+    bounds = stats.SHARE if measure.unit == "fraction" else ANY
+    if measure.is_change:
+        bounds, spell = stats.CHANGE, stats.format_change
+    for side, interval in (("treated", numbers.treated), ("control", numbers.control)):
+        text = mean_and_interval(stats.clip_interval(interval, *bounds), spell, spell)
+        cells[side] = f"{text} ({numbers.seeds})"
+    cells["effect"] = effect_cell(row)
+    if row.judged:
+        cells[P_VALUES] = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
+        cells["guardrail"] = numbers.guardrail or NONE
+    return cells
 
 
-def _basis(rows: Sequence[Row]) -> list[str]:
-    """Return paragraphs on what the verdicts rest on: numbers of tests, claims files, conditions of the runs."""
-    texts = [families(rows)]
-    for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
-        own = [row for row in rows if row.claim.file == file and row.numbers]
-        before = f"{sum(row.is_registered for row in own)} of {len(own)} measured contrasts"
-        texts.append(
-            f"Claims: {file.path}, SHA-256 {file.sha256[:12]}, first committed {file.committed}. Preregistered, which "
-            f"means that all of their runs record this hash: {before}."
-        )
-        later = dict.fromkeys(f"{row.claim.name} ({row.claim.added})" for row in own if row.claim.added)
-        texts += [f"Added later: {', '.join(later)}."] if later else []
-        texts += [f"Planned analysis: {file.analysis}"] if file.analysis else []
-    if letters := _letters(rows):
-        head = "Conditions of the runs:"
-        if len(letters) > 1:
-            head = f"The verdicts are of {len(letters)} sets of conditions; compare those of one letter:"
-        texts.append("\n".join([head, *(f"- {letter}: {format_conditions(own)}" for own, letter in letters.items())]))
-    return texts
+def effect_cell(row: Row) -> str:
+    """Format the measured effect as `+0.013 [-0.003, +0.030]` or `>= 1.9x [1.3, no bound]`; a dash if there is none."""
+    if row.numbers is None:
+        return NONE
+    spell_end = "{:.2f}".format if row.claim.is_ratio else stats.format_change
+    return mean_and_interval(row.numbers.effect, row.claim.spell, spell_end)
 
 
-def text(comparison: Comparison, rows: Sequence[Row]) -> str:
-    """Format verdicts for the terminal: their table, what they rest on, accuracies, warnings, and runs left out."""
-    table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
-    for row in (row for row in rows if not row.lacks_runs):
-        seeds = str(row.numbers.seeds) if row.numbers else NONE
-        verdict = f"{row.verdict}: {row.why}"
-        table.append([row.claim.name, name_of(row), seeds, effect_cell(row), paper_cell(row), verdict])
-    shown = [columns(table), HOW_TO_READ] if len(table) > 1 else []
-    parts = [*shown, contrasts_without_runs(rows), *_basis(rows)]
-    parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
-    parts += [missing_arms(rows), columns(accuracy_rows(comparison, None))]
-    parts += [*notes(comparison), list_left_out(comparison)]
-    return "\n\n".join(part for part in parts if part)
+def paper_cell(row: Row) -> str:
+    """List the paper's effects as `+0.049 (Table 1 7B, inside)`; a dash without any.
 
-
-def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.md: what decided each contrast, then accuracies and what was left out.
-
-    `command_line` is the command that makes the file. Claims without a measured contrast are only named, and contrasts
-    with an arm without runs are only counted; `text` gives the reasons.
+    Inside and outside say whether our interval holds the paper's effect.
     """
-    letters, sizes = _letters(rows), family_sizes(rows)
-    answered = {row.claim.name: row.claim for row in rows if row.numbers}
-    shown = []
-    for row in (row for row in rows if row.claim.name in answered and not row.lacks_runs):
-        cells = measured_cells(row)
-        numbers = {head: cells[head] for head in HEADS[:-1]}
-        shown.append({
-            "claim": row.claim.name, "contrast": name_of(row), "conditions": letters.get(row.conditions, NONE),
-            "measure": row.claim.measure, **numbers, "family": f"{row.claim.family}, {sizes.get(row.claim.family, 0)}",
-            "guardrail": cells["guardrail"], "preregistered": "yes" if row.is_registered else "no",
-            "verdict": f"**{row.verdict}**: {row.why}",
-        })  # fmt: skip
-    meanings = [
-        f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()
-    ]
-    table = "No claim was measured."
-    if shown:
-        table = pipe_table([list(shown[0]), *(list(row_cells.values()) for row_cells in shown)])
-    parts = ["# Verdicts on claims", f"By `{command_line}`.", "\n".join(meanings)]
-    parts += [HOW_TO_READ] if shown else []
-    parts += [*_basis(rows), table]
-    parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
-    silent = (row.claim.name for row in rows if row.claim.name not in answered and not row.lacks_runs)
-    rest = ", ".join(f"`{name}`" for name in dict.fromkeys(silent))
-    parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else ""]
-    parts += [contrasts_without_runs(rows), missing_arms(rows)]
-    parts += ["## Held-out accuracies", pipe_table(accuracy_rows(comparison, None))]
-    parts += [*notes(comparison), list_left_out(comparison)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    texts = []
+    for where, value in row.contrast.printed:
+        if row.numbers:
+            _, low, high = row.numbers.effect
+            where += ", inside" if low <= value <= high else ", outside"
+        texts.append(f"{row.claim.spell(value)} ({where})")
+    return ", ".join(texts) or NONE
+
+
+def name_of(row: Row) -> str:
+    """Return the name of a row's contrast, with the settings that distinguish it from contrasts of the same name."""
+    context = format_conditions(row.context)
+    return f"{row.contrast.name} ({context})" if context else row.contrast.name
+
+
+def format_conditions(settings: Conditions) -> str:
+    """Format settings as `key=value, key=value`."""
+    return ", ".join(format_setting(key, value) for key, value in settings)
+
+
+def describe_measure(claim: Claim) -> str:
+    """Say how a claim is measured, and which second measure must not fall too far (the guardrail)."""
+    measure, rail = MEASURES[claim.measure], claim.guardrail
+    text = f"{claim.measure} ({measure.unit}): {measure.meaning}."
+    return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
 def pipe_table(rows: Sequence[Sequence[str]]) -> str:

@@ -62,9 +62,9 @@ class Row:
     """The verdict on one contrast of a claim, for one pair of arms.
 
     `context` holds the settings that tell the row from others on this contrast, `conditions` the values of
-    `CONDITIONS`, `registered` whether the runs record the claims file. `finished`, `started` and `collapsed` count runs
-    of (treated, control); `collapsed` stays 0 unless the measure is `answers_last`. `lacks_runs` tells that an arm of
-    the contrast has no run, neither finished nor started.
+    `CONDITIONS`. `registered` says how many runs record the claims file, `is_registered` whether all do. `finished`,
+    `started` and `collapsed` count runs of (treated, control); `collapsed` stays 0 unless the measure is
+    `answers_last`. `lacks_runs` tells that an arm of the contrast has no run, neither finished nor started.
     """
 
     claim: Claim
@@ -74,16 +74,12 @@ class Row:
     context: tuple[tuple[str, str], ...] = ()
     conditions: tuple[tuple[str, str], ...] = ()
     registered: str = ""
+    is_registered: bool = False
     finished: tuple[int, int] = (0, 0)
     started: tuple[int, int] = (0, 0)
     collapsed: tuple[int, int] = (0, 0)
     numbers: Numbers | None = None
     lacks_runs: bool = False
-
-    @property
-    def is_registered(self) -> bool:
-        """Tell whether all runs of the row record the SHA-256 of its claims file."""
-        return self.registered.startswith("preregistered")
 
     @property
     def judged(self) -> Numbers | None:
@@ -129,13 +125,13 @@ def _measure_row(row: Row, pair: Pair) -> Row:
         how = {claim.best_of: "each arm's best of ", claim.mean_over: "mean over "}.get(key, "")
         conditions += [(key, how + ", ".join(values))] if values else []
     holding = sum(run.origin.claims_sha256 == claim.file.sha256 for run in runs)
-    registered = f"preregistered: all {holding} runs record this file's hash"
-    if holding < len(runs):
+    is_registered, registered = holding == len(runs), f"preregistered: all {holding} runs record this file's hash"
+    if not is_registered:
         later = f"; the claim was added on {claim.added}" if claim.added else ""
         registered = f"not preregistered: {holding} of {len(runs)} runs record this file's hash{later}"
     row = replace(
         row, context=tuple(sorted(context.items())), conditions=tuple(conditions), registered=registered,
-        finished=(len(pair.treated.runs), len(pair.control.runs)),
+        is_registered=is_registered, finished=(len(pair.treated.runs), len(pair.control.runs)),
         started=(sum(map(len, pair.treated.started.values())), sum(map(len, pair.control.started.values()))),
     )  # fmt: skip
     try:
@@ -245,7 +241,7 @@ def _explain_undecided(row: Row, numbers: Numbers, others: Sequence[PValues]) ->
         return _correct_and_test(claim, p_values(numbers, claim, seeds), others)[1]
 
     def is_narrow_at(seeds: int) -> bool:
-        """Tell whether the interval at the strictest level by Holm is too narrow for both 0 and the smallest effect."""
+        """Tell whether the interval at Holm's strictest level is too narrow to hold both 0 and the smallest effect."""
         level = 1 - 2 * LEVEL / (1 + len(others))
         return 2 * stats.half_width(numbers.variances, seeds, numbers.questions, level) <= claim.margin
 

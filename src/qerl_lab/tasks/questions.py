@@ -69,10 +69,7 @@ def label(cfg: TaskConfig) -> str:
 
 
 def wording(text: str) -> str:
-    """Return the text in lower case, without whitespace. Questions of equal wording are never split.
-
-    They are either all for training or all held out.
-    """
+    """Return the text in lower case, without whitespace: questions of equal wording are all trained or all held out."""
     return "".join(text.casefold().split())
 
 

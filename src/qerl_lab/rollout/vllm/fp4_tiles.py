@@ -96,68 +96,6 @@ class Plan:
     shared_bytes: int
 
 
-def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
-    """Tell whether `linear` supports a weight with parts of `sizes` rows and `columns` columns, at this LoRA `rank`."""
-    whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
-    return whole and len(sizes) <= 3 and fp4_tiles_takes_rank(rank)
-
-
-def refusal() -> str:
-    """Return why this GPU cannot run the kernel `fp4_tiles`; empty if it can."""
-    if (capability := torch.cuda.get_device_capability()) != CAPABILITY:
-        return f"needs a GPU of compute capability 9.0 (H100, H200), and this one has {capability}"
-    if shared_by_mps():
-        return (
-            "cannot be where MPS shares the GPU: the blocks of a launch wait for each other, and launches of two "
-            "processes, each with a part of the GPU, would wait for ever"
-        )
-    return ""
-
-
-def shared_by_mps() -> bool:
-    """Tell whether other processes may use part of this GPU at the same time, through NVIDIA's MPS."""
-    from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
-
-    return nvrtc.shared_by_mps(torch.cuda.current_device())
-
-
-def counters(rows: int, device: torch.device) -> Tensor:
-    """Allocate the counters of a layer with `rows` rows of W: int64 zeros by which thread blocks synchronize."""
-    return torch.zeros(2 + rows // BLOCK, dtype=torch.int64, device=device)
-
-
-def tile_of(N: int, columns: int, multiprocessors: int) -> int:
-    """Choose how many 64-row blocks of a weight [N, K = `columns`] form a tile.
-
-    Minimizes the work of the busiest multiprocessor: its stages, plus `_STAGES_OF_END` for the end of a tile, times the
-    blocks per tile.
-    """
-
-    def stages_of_busiest(tile: int) -> int:
-        tiles = ceil_div(N, tile * BLOCK)
-        pieces = _blocks_per_tile(tiles, columns, multiprocessors)
-        rounds = ceil_div(tiles * pieces, multiprocessors)
-        return tile * (rounds * ceil_div(depth_of(columns), pieces) + _STAGES_OF_END)
-
-    return min(TILE_SIZES, key=stages_of_busiest)
-
-
-def groups_of(tile: int) -> int:
-    """Return the number of warpgroups that share the multiplication of one tile.
-
-    `tile` is the size of the tile in 64-row blocks, from 2 to 8: three warpgroups for 3 to 6 blocks, otherwise two.
-    """
-    return 2 if tile == 2 or tile > 6 else 3
-
-
-def _blocks_per_tile(tiles: int, columns: int, multiprocessors: int) -> int:
-    """Return how many thread blocks share a tile, if there are `tiles` tiles of `columns` columns.
-
-    It is as many as fit on all multiprocessors at once, but at least one, and at most one per 128 columns.
-    """
-    return max(1, min(multiprocessors // tiles, depth_of(columns)))
-
-
 def linear(
     x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
     bias: Tensor | None = None,
@@ -175,7 +113,7 @@ def linear(
         A: bfloat16 `[P * r, K]`, the matrices of the layer's P parts (e.g. q, k, v) stacked, each with rank r.
         B: bfloat16 `[N, r]`, scaling included.
         sizes: number of columns of each part in y, N in total.
-        meeting: the layer's tensor from `counters`.
+        meeting: the layer's tensor from `meeting_counters`.
         bias: bfloat16 `[N]`.
 
     Raises ValueError for shapes that `supports` refuses.
@@ -222,6 +160,68 @@ def _multiply(
         stages=how.stages,
     )
     _launch_kernel(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
+
+
+def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
+    """Tell whether `linear` supports a weight with parts of `sizes` rows and `columns` columns, at this LoRA `rank`."""
+    whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
+    return whole and len(sizes) <= 3 and fp4_tiles_takes_rank(rank)
+
+
+def refusal() -> str:
+    """Return why this GPU cannot run the kernel `fp4_tiles`; empty if it can."""
+    if (capability := torch.cuda.get_device_capability()) != CAPABILITY:
+        return f"needs a GPU of compute capability 9.0 (H100, H200), and this one has {capability}"
+    if shared_by_mps():
+        return (
+            "cannot be where MPS shares the GPU: the blocks of a launch wait for each other, and launches of two "
+            "processes, each with a part of the GPU, would wait for ever"
+        )
+    return ""
+
+
+def shared_by_mps() -> bool:
+    """Tell whether other processes may use part of this GPU at the same time, through NVIDIA's MPS."""
+    from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
+
+    return nvrtc.shared_by_mps(torch.cuda.current_device())
+
+
+def meeting_counters(rows: int, device: torch.device) -> Tensor:
+    """Allocate the counters of a layer with `rows` rows of W: int64 zeros by which thread blocks synchronize."""
+    return torch.zeros(2 + rows // BLOCK, dtype=torch.int64, device=device)
+
+
+def tile_of(N: int, columns: int, multiprocessors: int) -> int:
+    """Choose how many 64-row blocks of a weight [N, K = `columns`] form a tile.
+
+    Minimizes the work of the busiest multiprocessor: its stages, plus `_STAGES_OF_END` for the end of a tile, times the
+    blocks per tile.
+    """
+
+    def stages_of_busiest(tile: int) -> int:
+        tiles = ceil_div(N, tile * BLOCK)
+        pieces = _blocks_per_tile(tiles, columns, multiprocessors)
+        rounds = ceil_div(tiles * pieces, multiprocessors)
+        return tile * (rounds * ceil_div(depth_of(columns), pieces) + _STAGES_OF_END)
+
+    return min(TILE_SIZES, key=stages_of_busiest)
+
+
+def groups_of(tile: int) -> int:
+    """Return the number of warpgroups that share the multiplication of one tile.
+
+    `tile` is the size of the tile in 64-row blocks, from 2 to 8: three warpgroups for 3 to 6 blocks, otherwise two.
+    """
+    return 2 if tile == 2 or tile > 6 else 3
+
+
+def _blocks_per_tile(tiles: int, columns: int, multiprocessors: int) -> int:
+    """Return how many thread blocks share a tile, if there are `tiles` tiles of `columns` columns.
+
+    It is as many as fit on all multiprocessors at once, but at least one, and at most one per 128 columns.
+    """
+    return max(1, min(multiprocessors // tiles, depth_of(columns)))
 
 
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:

@@ -281,7 +281,7 @@ class OneAdapterMethod(LinearMethodBase):
         N, device = len(codes), codes.device
         tile = fp4_tiles.tile_of(N, columns, fp4_tiles.machine_of(device).multiprocessors)
         packed = pack(codes, scale, tile)
-        for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.counters(N, device)), strict=True):
+        for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.meeting_counters(N, device)), strict=True):
             layer.register_buffer(name, tensor, persistent=False)
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
 
