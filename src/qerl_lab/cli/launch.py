@@ -205,9 +205,9 @@ def _run_processes(
     If none failed, the rank is 0. A negative status is a signal number. Each process inherits `lock`, the lock of the
     run's directory.
 
-    Signals to this process and the stop file of `sweep_job` (`StopRequest`) end them, as `_wait_for_all` says. A
-    terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there, because only this process
-    counts signals.
+    A signal to this process or the stop file of `sweep_job` (`StopRequest`) ends them, as `_wait_for_all` says. A
+    terminal sends SIGINT and SIGHUP to them too; repeats have no effect there, because only this process counts
+    signals.
     """
     children: list[subprocess.Popen[bytes]] = []
     request = StopRequest(sweep_job.stop_file if sweep_job else None)

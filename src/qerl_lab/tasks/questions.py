@@ -69,7 +69,7 @@ def label(cfg: TaskConfig) -> str:
 
 
 def wording(text: str) -> str:
-    """Return the text in lower case, without whitespace: questions of equal wording are all trained or all held out."""
+    """Return the text in lower case, without whitespace: of equal ones all questions or none are held out."""
     return "".join(text.casefold().split())
 
 
