@@ -69,7 +69,7 @@ def label(cfg: TaskConfig) -> str:
 
 
 def wording(text: str) -> str:
-    """Return the text in lower case, without whitespace: of equal ones all questions or none are held out."""
+    """Return the text in lower case, without whitespace. Questions of one wording are held out together, or none is."""
     return "".join(text.casefold().split())
 
 
