@@ -107,7 +107,7 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make, prefix: 
     Ids begin with `prefix`, or if that is empty with the last part of `source.hub_id`. They do not depend on who grades
     the answers, because reports pair questions by id.
     """
-    prefix = prefix or source.hub_id.rpartition("/")[2]
+    prefix = prefix or source.hub_id.rpartition("/")[2] or cfg.name
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
     found, bad, total = dict[str, Question](), list[str](), 0
     for total, (where, values) in enumerate(_rows(cfg, source, of_heldout), start=1):
