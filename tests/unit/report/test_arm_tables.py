@@ -128,7 +128,6 @@ def test_entropies_of_forking_tokens_and_answers_stand_beside_the_mean(tmp_path:
         for n, metric in enumerate(ENTROPIES.values()):
             run.steps[metric] = [n + run.seed, 9, 9, 9]
         run.steps.loc[0] = math.nan  # evaluations before training have a row of their own
-        run.steps.sort_index(inplace=True)
     _, entropies, *_ = tables(compared, None)
     found = cells(entropies, "bf16")
     assert [found[head].partition(" ")[0] for head in ENTROPIES] == ["0.500", "1.500", "2.500"]
