@@ -376,9 +376,9 @@ class Machine:
 
         `subject` and `when` stand before and after the verb. A process that was stopped did not fail.
         """
-        if code is None:
+        if code is None and not self.stopped.is_set():
             how = "was stopped when the time was up"
-        elif code == INTERRUPTED or -code in SIGNALS:  # a lent machine may send SIGTERM when it is taken back
+        elif code in (None, INTERRUPTED) or -code in SIGNALS:  # a lent machine may send SIGTERM when it is taken back
             how = "was stopped by a signal"
         else:
             how = f"ended with exit code {code}"

@@ -77,7 +77,13 @@ def test_what_runs_when_the_time_is_up_may_clean_up_and_is_killed_if_it_does_not
     wait_for(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE, 5)
 
 
-AFTER_ITS_DIRECTORY: dict[str, int | None] = {"stopped": None, "lost": -9, "interrupted": 130, "terminated": -15}
+AFTER_ITS_DIRECTORY: dict[str, int | None] = {
+    "stopped": None,
+    "signalled": None,
+    "lost": -9,
+    "interrupted": 130,
+    "terminated": -15,
+}
 
 
 class Calls:
@@ -113,6 +119,8 @@ class Calls:
             if not directory.is_claimed:
                 directory.claim(self.cfg, TypedCommand("python -m qerl_lab"))
             folder.with_suffix(".txt").touch()
+            if ending == "signalled":  # the handler of the command's own signal
+                machine.stopped.set()
             if ending in AFTER_ITS_DIRECTORY:
                 return AFTER_ITS_DIRECTORY[ending]
             directory.begin()
@@ -252,6 +260,7 @@ def test_a_run_that_died_before_it_began_is_named_with_its_output(lab: Lab, caps
     ("interrupted", "was stopped by a signal", False),
     ("terminated", "was stopped by a signal", False),
     ("stopped", "was stopped when the time was up", False),
+    ("signalled", "was stopped by a signal", False),
 ])  # fmt: skip
 def test_a_run_that_failed_fails_the_command_and_one_that_was_stopped_does_not(
     lab: Lab, capsys: pytest.CaptureFixture[str], ending: str, said: str, is_failure: bool
