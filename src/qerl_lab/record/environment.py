@@ -105,11 +105,11 @@ def git_state() -> tuple[str, bool]:
 def code_diff() -> str:
     """Return the text of code.diff: the names of untracked files, then `git diff HEAD`, without passwords and tokens.
 
-    Without a checkout it is a note with the version of the installed package.
+    Without a checkout it is a note with the version of the installed package, and that its changes are not known.
     """
     if not _is_checkout():
         version = installed_versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
-        return f"# no checkout: the installed package qerl-lab {version}\n"
+        return f"# no checkout: the installed package qerl-lab {version}; changes to its files are not known\n"
     untracked = (_git("ls-files", "--others", "--exclude-standard") or "").splitlines()
     note = "".join(f"# untracked: {name}\n" for name in untracked)
     return redact(note + (_git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""))

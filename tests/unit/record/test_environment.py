@@ -13,6 +13,8 @@ import pytest
 from qerl_lab.record import environment
 from qerl_lab.record.directory import RunDirectory
 
+PLACEHOLDER = "$Format:%H$\n"  # `git archive` puts the commit there
+
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -57,12 +59,26 @@ def test_git_state_follows_the_checkout(checkout: Path, monkeypatch: pytest.Monk
     assert environment.git_state() == (sha, True)
 
 
+@pytest.fixture
+def not_archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's commit.txt is that of a checkout, also where these tests run in an unpacked archive."""
+    package = tmp_path / "package"
+    (package / "record").mkdir(parents=True)
+    (package / "commit.txt").write_text(PLACEHOLDER)
+    monkeypatch.setattr(environment, "__file__", str(package / "record" / "environment.py"))
+
+
+def test_the_placeholder_of_the_commit_is_in_the_package() -> None:
+    held = (Path(environment.__file__).parents[1] / "commit.txt").read_text()
+    assert held == PLACEHOLDER or len(held.strip()) == 40, "the second in an unpacked archive"
+
+
 def test_an_unpacked_archive_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     origin, unpacked = tmp_path / "origin", tmp_path / "unpacked"
-    package, root = Path(environment.__file__).parents[1], Path(environment.__file__).parents[3]
+    root = Path(environment.__file__).parents[3]
     (origin / "src" / "qerl_lab").mkdir(parents=True)
     shutil.copy(root / ".gitattributes", origin)
-    shutil.copy(package / "commit.txt", origin / "src" / "qerl_lab")
+    (origin / "src" / "qerl_lab" / "commit.txt").write_text(PLACEHOLDER)
     git(origin, "init", "-q")
     sha = commit(origin)
     git(origin, "archive", "-o", str(tmp_path / "code.tar"), "HEAD", "src")
@@ -70,6 +86,7 @@ def test_an_unpacked_archive_knows_its_commit(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(environment, "CHECKOUT", unpacked)
     monkeypatch.setattr(environment, "__file__", str(unpacked / "src" / "qerl_lab" / "record" / "environment.py"))
     assert environment.git_state() == (sha, False)
+    assert "changes to its files are not known" in environment.code_diff()
 
 
 def test_code_diff_brings_a_clean_checkout_to_what_ran(checkout: Path, run_dir: Path) -> None:
@@ -83,6 +100,7 @@ def test_code_diff_brings_a_clean_checkout_to_what_ran(checkout: Path, run_dir: 
     assert (checkout / "src" / "a.py").read_text() == "x = 2\n"
 
 
+@pytest.mark.usefixtures("not_archived")
 def test_a_package_installed_inside_another_repository_has_no_commit(
     checkout: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +113,7 @@ def test_a_package_installed_inside_another_repository_has_no_commit(
     assert (run_dir / "code.diff").read_text().startswith("# no checkout")
 
 
+@pytest.mark.usefixtures("not_archived")
 def test_missing_git_is_no_failure(run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     RunDirectory(run_dir).write_environment({})
