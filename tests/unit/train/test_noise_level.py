@@ -194,6 +194,29 @@ def test_two_ranks_come_to_the_same_sigma_over_the_texts_of_both(tiny, build_pol
     assert not {tuple(ids) for ids in asked[0][0]} & {tuple(ids) for ids in asked[1][0]}
 
 
+def test_ranks_with_one_text_each_measure_different_noises(tiny, build_policy) -> None:
+    cfg = tiny(**(SETTINGS | KL | {"gpus": 2, "aqn__solver__prompts": 2}))
+    policies, lock = [build_policy(cfg), build_policy(cfg)], threading.Lock()
+
+    class Alone(TransformersEngine):
+        def generate(self, prompts: list[list[int]], group_size: int, how: Sampling):
+            with lock:
+                return super().generate(prompts, group_size, how)
+
+    def kl_of_pairs(ranks: Ranks) -> list[float]:
+        policy = policies[ranks.rank]
+        cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
+        measure, noisy = build_kl_measure(cfg, 1, cursor, policy, Alone(policy, 8), ranks), Noise(0.1, 0, 1)
+        return [measure(noises) for noises in ([CLEAN, CLEAN], [CLEAN, noisy], [noisy, CLEAN], [noisy, noisy])]
+
+    with ThreadPoolExecutor(2) as pool:
+        (none, of_second, of_first, both), _ = pool.map(kl_of_pairs, threads(2))
+    assert none == 0
+    assert of_first > 0
+    assert of_second > 0
+    assert of_first + of_second == pytest.approx(both)
+
+
 def test_fewer_texts_than_ranks_leave_a_rank_without(tiny, build_policy) -> None:
     """It still takes part in every probe."""
     cfg = tiny(**(SETTINGS | KL | {"aqn__solver__prompts": 1}))
