@@ -1,11 +1,13 @@
 """A policy whose weights are all trained: what it computes, what moves, what is written and read."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -108,6 +110,19 @@ def test_the_model_that_is_written_loads_as_any_other_rounded_to_bfloat16(full, 
     assert all(torch.equal(found[name], expected[name]) for name in found)
     with_adapter = build_policy(tiny(model__path=str(tmp_path / "model")))  # NVFP4: what full training leads to
     assert with_adapter.chat.prompt_ids([{"role": "user", "content": "1"}])
+
+
+@pytest.mark.parametrize(("dtype", "says"), [(None, {"torch_dtype": "float32"}), (torch.float16, {"dtype": "float16"})])
+def test_a_dense_copy_of_a_packed_model_does_not_say_that_it_is_packed(tmp_path: Path, dtype, says) -> None:
+    config = {"torch_dtype": "float32", "quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16)}
+    dense.write_model(tensors, dtype, tmp_path, tmp_path / "copy")
+    assert json.loads((tmp_path / "copy" / "config.json").read_text()) == says
+    written = load_file(tmp_path / "copy" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in written.items()} == {
+        name: dtype or tensor.dtype for name, tensor in tensors.items()
+    }
 
 
 def test_a_full_checkpoint_that_lacks_a_weight_is_no_checkpoint(full: Policy, tmp_path: Path) -> None:
