@@ -307,10 +307,13 @@ def test_several_benchmarks_each_from_its_own_file(tmp_path, capsys) -> None:
 
 
 def test_questions_that_are_too_long_are_counted(capsys, tmp_path) -> None:
+    """Once each, however many engines and samples answer the others."""
     long = MATH500.replace("a/1", "a/2").replace("$1+1$", "$1+1$ " * 200)
     (tmp_path / "math.jsonl").write_text(MATH500 + long)
-    words = ["model=pocket", f"benchmarks=math500:{tmp_path / 'math.jsonl'}", "max_completion_tokens=4", "samples=1",
-             f"out={tmp_path / 'out'}", "instruction=x"]  # fmt: skip
+    packed = tmp_path / "packed"
+    assert quantize.main(["model=pocket", "format=mxfp4", "device=cpu", f"out={packed}"]) == 0
+    words = [f"model={packed}", f"benchmarks=math500:{tmp_path / 'math.jsonl'}", "max_completion_tokens=4", "samples=2",
+             f"out={tmp_path / 'out'}", "instruction=x", "common=true"]  # fmt: skip
     assert go(*words, "max_prompt_tokens=64") == 0
     assert "math500: 1 question is longer than max_prompt_tokens=64, and left out" in capsys.readouterr().out
     assert read(tmp_path / "out")[1]["benchmarks"]["math500"]["too_long"] == 1

@@ -327,8 +327,9 @@ def test_what_a_part_leaves_out_is_as_the_text_above_says(tmp_path: Path) -> Non
 
 
 def test_a_ledger_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Words may hold line ends: an instruction of several lines."""
+    """Words may hold line ends: an instruction of several lines. Digits stay text: a commit may begin with 0."""
     row = dict.fromkeys(COLUMNS, "a") | {"words": "'task.instruction=Think.\nThen answer, \"briefly\".\u2028End.'"}
+    row |= {"seed": "0", "seconds": "480", "commit": "01234567", "adapter_sha256": "1e5", "host": "NA"}
     queue_file.write_ledger(tmp_path, [row, row])
     assert queue_file.read_ledger(tmp_path) == [row, row]
 

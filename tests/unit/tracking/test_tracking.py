@@ -296,6 +296,8 @@ def test_a_run_and_its_resumption_are_one_run_without_a_step_twice(client: Clien
     assert set(run.files) == {"resolved.yaml", "metrics.jsonl", "samples.jsonl", "eval.parquet", "curves.png"}
     assert client.asked["mode"] == "offline"
     assert client.asked["config"]["lora.rank"] == "32"
+    assert client.asked["name"] == client.asked["config"]["tags"]["mlflow.runName"]
+    assert re.fullmatch(r"\w+-seed0 \[[0-9a-f]{6}\]", client.asked["name"])
     assert tracker.is_mirrored is None
 
 
