@@ -314,25 +314,11 @@ def missing_evaluations(row: Row) -> int:
 
 
 def read_ledger(folder: Path) -> list[Row]:
-    """Read the rows of ledger.csv; none if the file is missing or empty.
-
-    Raises ConfigError if the file is damaged, for example by a row with more cells than the header.
-    """
+    """Read the rows of ledger.csv; none if the file is missing."""
     file = folder / LEDGER
-    if not file.exists() or not file.stat().st_size:
-        return []
-    try:
-        table = pd.read_csv(file, dtype=str, keep_default_na=False)
-        if not isinstance(table.index, pd.RangeIndex):  # pandas takes the first cells of such rows as an index
-            raise ValueError("its rows have more cells than its header")
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} is no ledger ({in_one_line(error)}). Mend it, or put an earlier copy back."
-        ) from None
-    return table.to_dict("records")
+    return pd.read_csv(file, dtype=str, keep_default_na=False).to_dict("records") if file.exists() else []
 
 
 def write_ledger(folder: Path, rows: Sequence[Row]) -> None:
-    """Write ledger.csv, one row per attempt at a run. Keeps the columns that a user added."""
-    columns = list(dict.fromkeys(itertools.chain(COLUMNS, *rows)))
-    replace_file(folder / LEDGER, pd.DataFrame(rows, columns=columns).to_csv(index=False).encode())
+    """Write ledger.csv, one row per attempt at a run."""
+    replace_file(folder / LEDGER, pd.DataFrame(rows, columns=COLUMNS).to_csv(index=False).encode())

@@ -334,27 +334,6 @@ def test_a_ledger_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert queue_file.read_ledger(tmp_path) == [row, row]
 
 
-def test_a_ledger_of_other_columns_or_without_rows_is_read_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
-    file = tmp_path / "ledger.csv"
-    file.touch()
-    assert queue_file.read_ledger(tmp_path) == []
-    file.write_text('run,state,note\na,done,\nb,failed,"mine, too"\n')
-    rows = queue_file.read_ledger(tmp_path)
-    assert rows == [{"run": "a", "state": "done", "note": ""}, {"run": "b", "state": "failed", "note": "mine, too"}]
-    queue_file.write_ledger(tmp_path, [*rows, dict.fromkeys(COLUMNS, "new")])
-    first, second, third = queue_file.read_ledger(tmp_path)
-    assert (first["run"], first["words"], second["note"], third["note"]) == ("a", "", "mine, too", "")
-    assert list(third) == [*COLUMNS, "note"]
-
-
-@pytest.mark.parametrize("rows", [b"a,done,mine", b"a,done\nb,done,mine", b'a,"done', b"a,\xe9"])
-def test_a_damaged_ledger_is_refused_by_name(tmp_path: Path, rows: bytes) -> None:
-    """pandas would take the first cells of too long rows as an index, and shift the others."""
-    (tmp_path / "ledger.csv").write_bytes(b"run,state\n" + rows)
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/ledger\.csv is no ledger \(.*Mend it, or put an earlier copy"):
-        queue_file.read_ledger(tmp_path)
-
-
 def test_words_with_a_seed_are_refused(queue: Queue) -> None:
     for word in ("seed=7", "+seed=7"):
         with pytest.raises(ConfigError, match=re.escape(f"words={word} sets a seed")):
