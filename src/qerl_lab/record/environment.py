@@ -97,7 +97,8 @@ def git_state() -> tuple[str, bool]:
     Without a checkout they are the commit that `git archive` wrote into commit.txt, or else "unknown"; and False.
     """
     if not _is_checkout():
-        archived = (Path(__file__).parents[1] / "commit.txt").read_text().strip()
+        file = Path(__file__).parents[1] / "commit.txt"
+        archived = file.read_text().strip() if file.is_file() else "$"  # as git keeps it
         return ("unknown" if "$" in archived else archived), False
     return (_git("rev-parse", "HEAD") or "unknown").strip(), bool(_git("status", "--porcelain"))
 

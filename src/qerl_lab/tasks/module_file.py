@@ -23,6 +23,9 @@ from qerl_lab.tasks.questions import UNPARSED, Question, Questions, Scores
 
 NAMES = ("train", "heldout", "grade", "weights", "worked")
 PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
+# Columns that evaluations put beside the parts of the reward.
+COLUMNS = ("benchmark", "engine", "sampling", "prompt_sha256", "id", "draw", "accuracy", "tokens", "truncated",
+           "completion", "entropy_nats")  # fmt: skip
 
 
 class GraderFailed(RuntimeError):
@@ -81,8 +84,8 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
 def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
     """Check `given`, the result of `weights(cfg)`, and return the names of the parts in it.
 
-    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS or names
-    another metric of the reward.
+    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS, in COLUMNS
+    or names another metric of the reward.
     """
     where = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
@@ -95,6 +98,8 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
             f"{where} weighs {', '.join(taken)}, but reward/{taken[0]} is another metric of the run. Rename the part; "
             "format and answer have the keys task.format_reward and task.answer_reward."
         )
+    if taken := sorted(part for part in given if part in COLUMNS):
+        raise ConfigError(f"{where} weighs {', '.join(taken)}, and evaluations have such a column. Rename the part.")
     return set(given)
 
 

@@ -19,7 +19,9 @@ parts list is made once, at its first place. It gets the evaluations of all thes
 folder of each.
 """
 
+import csv
 import hashlib
+import io
 import itertools
 import json
 import shlex
@@ -29,7 +31,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas as pd
 import yaml
 
 from qerl_lab.cli.compose import make_plan
@@ -316,9 +317,15 @@ def missing_evaluations(row: Row) -> int:
 def read_ledger(folder: Path) -> list[Row]:
     """Read the rows of ledger.csv; none if the file is missing."""
     file = folder / LEDGER
-    return pd.read_csv(file, dtype=str, keep_default_na=False).to_dict("records") if file.exists() else []
+    if not file.exists():
+        return []
+    with file.open(encoding="utf-8", newline="") as opened:  # words may hold line ends, which csv reads itself
+        return list(csv.DictReader(opened))
 
 
 def write_ledger(folder: Path, rows: Sequence[Row]) -> None:
     """Write ledger.csv, one row per attempt at a run."""
-    replace_file(folder / LEDGER, pd.DataFrame(rows, columns=COLUMNS).to_csv(index=False).encode())
+    out = csv.DictWriter(text := io.StringIO(), COLUMNS, lineterminator="\n")
+    out.writeheader()
+    out.writerows(rows)
+    replace_file(folder / LEDGER, text.getvalue().encode())

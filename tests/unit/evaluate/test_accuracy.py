@@ -13,6 +13,7 @@ from qerl_lab.evaluate.accuracy import ask_questions, by_question, evaluate, eva
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Completion, OnDone, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.tasks import module_file
 
 
 @dataclass
@@ -31,6 +32,12 @@ def asked(policy: Policy, *configurations: Any) -> list[tuple[list[list[int]], S
     for cfg in configurations:
         evaluate(engine, policy, tasks.load(cfg.task), cfg, range(cfg.eval.questions), cfg.eval.samples)
     return engine.asked
+
+
+def test_no_part_of_a_reward_can_be_called_like_a_column(policy, tiny) -> None:
+    cfg = tiny()
+    rows = evaluate(Recording(), policy, tasks.load(cfg.task), cfg, range(2), 1)
+    assert {*rows.columns} <= {*module_file.COLUMNS, *module_file.PARTS}
 
 
 def test_the_draw_follows_the_seed_of_the_run_and_nothing_else(policy, tiny) -> None:

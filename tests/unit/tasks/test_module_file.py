@@ -156,6 +156,8 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
      "weighs format, but reward/format is another metric of the run. Rename the part; format and answer have the"),
     *[(REWARD + f"def weights(cfg): return {{'{part}': 1.0}}", f"weighs {part}, but reward/{part} is another metric")
       for part in ("mean", "<part>")],
+    *[(REWARD + f"def weights(cfg): return {{'{part}': 1.0}}", f"weighs {part}, and evaluations have such a column.")
+      for part in ("id", "tokens", "engine")],
     ("def weights(cfg): return {'short': 1.0}", "defines weights without grade. Define grade too."),
 ])  # fmt: skip
 def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, said: str) -> None:
