@@ -258,16 +258,17 @@ GSPO = {"algorithm__name": "gspo", "algorithm__epsilon_low": 0.05, "algorithm__e
 CISPO = {"algorithm__name": "cispo", "algorithm__epsilon_low": 1.0, "algorithm__epsilon_high": 0.5}
 # test_objective.py has the loss of every algorithm with every correction, masked or not.
 CASES = {
-    "grpo": {},
     "grpo, one micro-batch": {"optim__micro_batch_size": 8},
-    "grpo, std off, kl": {"algorithm__normalize_std": False, "algorithm__beta": 0.2},
+    "grpo, std off, kl, temperature": {
+        "algorithm__normalize_std": False, "algorithm__beta": 0.2, "rollout__temperature": 0.7,
+    },
     "grpo, sequence mask": {"rollout__importance_correction": "sequence_mask", "rollout__importance_clip_max": 2.0},
     "grpo, four updates, sequence truncate": BIG_STEPS | {"rollout__importance_correction": "sequence_truncate"},
-    "grpo, temperature": {"rollout__temperature": 0.7},
     "grpo, four updates, kl, masked": BIG_STEPS | {"algorithm__beta": 0.2, "algorithm__mask_truncated": True},
     "grpo, noise in the sampler only": NOISE,
-    "grpo, kl, noise in the trainer too": NOISE | {"aqn__scope": "rollout_and_train", "algorithm__beta": 0.2},
-    "grpo, four updates, noise in the trainer too": BIG_STEPS | NOISE | {"aqn__scope": "rollout_and_train"},
+    "grpo, four updates, kl, noise in the trainer too": BIG_STEPS | NOISE | {
+        "aqn__scope": "rollout_and_train", "algorithm__beta": 0.2,
+    },
     "grpo, plain k3, ratio to the sampler": BIG_STEPS | IN_RATIO | {
         "algorithm__beta": 0.2, "algorithm__kl_estimator": "k3",
     },
@@ -284,10 +285,9 @@ CASES = {
         "algorithm__mask_truncated": True, "algorithm__entropy_coef": 0.1,
     },
     "dapo, masked": {"algorithm__name": "dapo", "algorithm__mask_truncated": True},
-    "dapo, four updates": BIG_STEPS | {"algorithm__name": "dapo", "algorithm__epsilon_low": 0.1},
     "dapo, four updates, kl, masked, no correction": BIG_STEPS | {
-        "algorithm__name": "dapo", "algorithm__beta": 0.2, "algorithm__mask_truncated": True,
-        "rollout__importance_correction": "off",
+        "algorithm__name": "dapo", "algorithm__epsilon_low": 0.1, "algorithm__beta": 0.2,
+        "algorithm__mask_truncated": True, "rollout__importance_correction": "off",
     },
 }  # fmt: skip
 

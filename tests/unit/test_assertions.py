@@ -9,29 +9,20 @@ TESTS = Path(__file__).parents[1]
 RAISING = {"raises", "warns", "fail"}  # pytest's; besides these whatever is called assert_...
 
 
-def functions(sources: list[str]) -> list[ast.FunctionDef]:
-    return [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-
-
 def called(function: ast.FunctionDef) -> Iterator[str]:
-    """Names of what it calls, at any depth, without their owners."""
+    """Names of what it calls, at any depth, without their owners; `assert` is one of them."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call):
             yield node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-
-
-def asserts(function: ast.FunctionDef) -> bool:
-    """Whether it does so itself."""
-    names = set(called(function))
-    by_call = names & RAISING or any(name.startswith("assert_") for name in names)
-    return bool(by_call) or any(isinstance(node, ast.Assert) for node in ast.walk(function))
+        elif isinstance(node, ast.Assert):
+            yield "assert_"
 
 
 def without_assertion(sources: list[str]) -> list[str]:
     """Tests that neither assert nor call a function of the tests that does, or one that calls such a one."""
-    found = functions(sources)
-    sound = {function.name for function in found if asserts(function)}
-    calls = [(function.name, set(called(function))) for function in found if function.name not in sound]
+    found = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    calls = [(function.name, set(called(function))) for function in found]
+    sound = RAISING | {name for _, names in calls for name in names if name.startswith("assert_")}
     while more := {name for name, names in calls if name not in sound and names & sound}:
         sound |= more
     return [f.name for f in found if f.name.startswith("test_") and f.name not in sound]

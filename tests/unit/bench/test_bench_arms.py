@@ -183,7 +183,7 @@ def test_an_arm_ends_with_the_first_of_its_processes_that_fails(
     [
         ("write({'batch': 8}); os.kill(os.getpid(), 9)", "ended by signal 9 (the memory of the host may be full)", 1),
         ("print('what it said'); sys.exit(3)", "exit status 3, and no row", 0),
-        ("time.sleep(60)", "took longer than timeout_minutes=0.05", 0),
+        ("time.sleep(60)", "took longer than timeout_minutes=0.01", 0),
         ("write({'died': 'OutOfMemoryError: 3 GiB'}); sys.exit(1)", "OutOfMemoryError: 3 GiB", 0),
         ("pass", "exit status 0, and no row", 0),
         ("write({'batch': 8}); print('{\"arm', end='', file=open(sys.argv[2], 'a')); sys.exit(1)", "exit status 1", 1),
@@ -193,7 +193,8 @@ def test_a_dead_arm_is_a_row(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, script: str, reason: str, kept: int
 ) -> None:
     plays(monkeypatch, script)
-    *measured, last = arm_processes.run(RolloutOptions(arms=["bf16"], timeout_minutes=0.05, **small))
+    minutes = 0.01 if "sleep" in script else 5.0
+    *measured, last = arm_processes.run(RolloutOptions(arms=["bf16"], timeout_minutes=minutes, **small))
     assert last["died"] == reason
     assert last["arm"] == "bf16"
     assert len(measured) == kept

@@ -35,10 +35,9 @@ def test_without_a_word_it_lists_the_experiments_and_what_to_type(capsys):
     assert "--help" in text
 
 
-@pytest.mark.parametrize("line", ["-m", "hydra.verbose=true", "-cd=own -m"])
-def test_flags_alone_start_nothing_and_list_the_experiments(line, capsys, tmp_path):
+def test_flags_alone_start_nothing_and_list_the_experiments(capsys, tmp_path):
     (tmp_path / "own").mkdir()
-    assert printed(line, capsys) == printed("", capsys)
+    assert len({printed(line, capsys) for line in ("", "-m", "hydra.verbose=true", "-cd=own -m")}) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
@@ -62,9 +61,10 @@ def test_the_manual_names_every_command():
     rooms = {path.parent.name for path in package.glob("*/__main__.py")} - {"train"}  # the command starts it
     scripts = {f"tools.{path.stem}" for path in package.glob("tools/*.py") if '"__main__"' in path.read_text()}
     assert set(COMMANDS) == rooms | scripts
+    text, words = help_text(), " ".join(help_text().split())
     for name, meaning in COMMANDS.items():
-        assert f"  python -m qerl_lab.{name} " in help_text()
-        assert meaning in " ".join(help_text().split())
+        assert f"  python -m qerl_lab.{name} " in text
+        assert meaning in words
 
 
 def test_a_dry_run_shows_the_job_and_makes_nothing(capsys, tmp_path, monkeypatch):

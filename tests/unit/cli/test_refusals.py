@@ -92,6 +92,8 @@ def refused(line: str, capsys) -> str:
         ("resume='a'", ["/a is no directory"]),
         ("seed=1 -m lora.rank=3 resume=run", ["-m seed=1 lora.rank=3 cannot be typed with it"]),
         ("jobs_per_gpu=half resume=run", ["jobs_per_gpu=half is not allowed; allowed: a whole number"]),
+        ("resume=run steps=many", ["steps=many is not allowed; allowed: a whole number"]),
+        ("resume=run(1) steps=4 seed=1", ["so seed=1 cannot be typed with it. Type resume='run(1)' alone"]),
         ("jobs_per_gpu=0 resume=run", ["jobs_per_gpu=0", "at least 1"]),
         ("task.instruction=a=b", ["cannot be read", "type two pairs of quotes"]),
         ("run_dir='it's'", ["cannot be read", "two pairs of quotes: \"KEY='it\\'s'\"."]),

@@ -60,10 +60,12 @@ def test_before_training_it_computes_as_the_base_of_a_run_with_an_adapter(tiny, 
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in dense.base_tensors(adapter).items())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_weight_gets_a_gradient_and_moves_and_the_sampler_follows(tiny, build_policy, tmp_path, dtype) -> None:
-    """Even at a learning rate of 1e-6, of which bfloat16 weights would keep little."""
-    cfg = tiny(**FULL, model__dtype=dtype, optim__learning_rate=1e-6, algorithm__updates_per_rollout=2)
+def test_every_weight_gets_a_gradient_and_moves_and_the_sampler_follows(tiny, build_policy, tmp_path) -> None:
+    """Even at a learning rate of 1e-6, of which bfloat16 weights would keep little.
+
+    golden/test_full_training.py has the updates of a run in float32.
+    """
+    cfg = tiny(**FULL, model__dtype="bfloat16", optim__learning_rate=1e-6, algorithm__updates_per_rollout=2)
     policy = build_policy(cfg)
     before = {name: weight.detach().clone() for name, weight in policy.model.named_parameters()}
     addresses = {name: weight.data_ptr() for name, weight in policy.model.named_parameters()}
@@ -77,7 +79,7 @@ def test_every_weight_gets_a_gradient_and_moves_and_the_sampler_follows(tiny, bu
         assert 0 < moved.max() < 1e-5, name
         assert (moved > 0).float().mean() > 0.5, name
         assert weight.data_ptr() == addresses[name], name
-    assert found.steps[-1]["sampler/kernel_gap_max"] < (1e-4 if dtype == "float32" else 0.2)
+    assert found.steps[-1]["sampler/kernel_gap_max"] < 0.2
     for noise in (CLEAN, Noise(0.3, seed=0, step=1)):
         engine.sync(noise)
         trained = {name: policy.norms[name].detach() for name in policy.norms}

@@ -19,12 +19,13 @@ from run_directories import make_run
 RIGHT = {"bf16": [[0, 1, 2, 4], [1, 1, 3, 4], [0, 2, 2, 4]], "nvfp4": [[1, 1, 2, 4], [1, 2, 4, 4], [0, 2, 4, 4]]}
 
 
-@pytest.fixture
-def found(tmp_path: Path) -> Comparison:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    folder = tmp_path_factory.mktemp("runs")
     for arm, seeds in RIGHT.items():
         for seed, right in enumerate(seeds):
-            make_run(tmp_path / f"{arm}-{seed}", arm, seed, before=[0.25] * 4, after=[count / 4 for count in right])
-    return comparison.read([tmp_path])
+            make_run(folder / f"{arm}-{seed}", arm, seed, before=[0.25] * 4, after=[count / 4 for count in right])
+    return comparison.read([folder])
 
 
 def test_passes_are_those_of_the_samples_with_intervals_that_stay_shares(found: Comparison) -> None:
