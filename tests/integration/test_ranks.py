@@ -115,11 +115,6 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
     for (_, found), expected in zip(logged, run.steps, strict=True):
         assert set(found) <= set(expected)
         assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-3, abs=1e-6)
-    steps = [line["metrics"] for line in RunDirectory(two).metrics() if "reward/mean" in line["metrics"]]
-    for metrics in steps:
-        phases = [metrics[f"seconds/{phase}"] for phase in ("rollout", "reward", "sync", "probe", "wait", "train")]
-        assert sum(phases) == pytest.approx(metrics["step/seconds"])
-        assert min(phases) >= 0
     save_adapter(learner.model, tmp_path / "adapter")
     expected, found = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (tmp_path, two))
     fresh = policy.build(cfg, torch.device("cpu"))

@@ -150,10 +150,10 @@ def test_a_lost_connection_is_tried_again(engine, fake: FakeVllm) -> None:
 
 def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy, build) -> None:
     with running(FakeVllm(policy)) as gone:
-        engine = build(rollout__vllm_server__url=gone.url)
+        engine = build(rollout__vllm_server__url=gone.url, rollout__vllm_server__patience_seconds=0.2)
     with pytest.raises(EngineFailed) as caught:
         engine.generate(PROMPTS, 2, SAMPLING)
-    for part in (gone.url, "is away", "tried for 1 s", "patience_seconds", "python -m qerl_lab.tools.serve_line"):
+    for part in (gone.url, "is away", "tried for 0.2 s", "patience_seconds", "python -m qerl_lab.tools.serve_line"):
         assert part in str(caught.value)
 
 
@@ -356,7 +356,6 @@ W8A8 = fp8.W8A8.quantization_config(["lm_head"], torch.float32)
         (fault(MODELS, refusal(401, "Unauthorized")), ["wants a key", "VLLM_API_KEY=KEY"]),
         (fault(RPC, refusal(404, "Not Found")), ["refuses /collective_rpc (HTTP 404", "serve_line"]),
         (fault("/v1/load_lora_adapter", refusal(404, "No adapter found")), ["cannot load the adapter", "adapter_dir"]),
-        (fault("/reset_prefix_cache", lambda said: {"success": False}), ["kept its prefix cache"]),
     ],
 )
 def test_a_server_that_serves_something_else_is_refused(
@@ -426,6 +425,13 @@ def test_a_write_that_breaks_off_leaves_the_adapter_before_it(engine, fake: Fake
     with pytest.raises(EngineFailed, match="no space left"):
         engine.sync(CLEAN)
     assert weights.read_bytes() == before
+
+
+def test_a_server_that_fails_at_the_start_is_refused(fake: FakeVllm, build) -> None:
+    """Also after it has described itself: no step is lost."""
+    fake.faults["/reset_prefix_cache"] = [lambda said: {"success": False}]
+    with pytest.raises(ConfigError, match="kept its prefix cache"):
+        build()
 
 
 # --- the line that starts a server
