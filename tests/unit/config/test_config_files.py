@@ -182,13 +182,6 @@ def test_what_makes_another_arm_changes_its_hash(word: str):
     assert hash_of("+experiment=nvfp4_aqn", word) != hash_of("+experiment=nvfp4_aqn")
 
 
-def test_with_overlap_the_checkpoints_make_another_arm_because_the_step_after_one_is_on_policy():
-    words = ["+experiment=nvfp4", "scale=smollm2", "rollout=vllm_server"]
-    ahead = [*words, "rollout.vllm_server.overlap=true"]
-    assert hash_of(*words, "checkpoint.every=2") == hash_of(*words)
-    assert hash_of(*ahead, "checkpoint.every=2") != hash_of(*ahead)
-
-
 def test_keys_of_vllm_in_this_process_make_no_arm_of_a_server():
     words = ["+experiment=nvfp4", "scale=smollm2"]
     served, here = [*words, "rollout=vllm_server"], [*words, "rollout=vllm"]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import stat
 from collections.abc import Callable
 from dataclasses import asdict
@@ -154,21 +153,6 @@ def test_a_configuration_of_garbage_is_one_sentence(run_dir: Path, text: str, wo
     assert "\n" not in str(refusal.value)
 
 
-def test_another_configuration_than_the_checkpoints_is_refused_by_its_keys(run_dir: Path) -> None:
-    def change_what_decides_nothing(values: dict[str, Any]) -> None:
-        values["checkpoint"]["every"], values["cpu_threads"], values["tracking"]["mlflow"] = 1, 7, False
-
-    def change_what_decides(values: dict[str, Any]) -> None:
-        values["steps"], values["lora"]["rank"], values["seed"], values["gpus"] = 600, 64, 3, 2
-
-    edit(run_dir, change_what_decides_nothing)
-    assert RunDirectory(run_dir).starting_point()
-    edit(run_dir, change_what_decides)
-    said = "was trained with: lora.rank=64 (was 32), seed=3 (was 0), steps=600 (was 12), gpus=2 (was 1)."
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        RunDirectory(run_dir).starting_point()
-
-
 def test_a_checkpoint_of_before_a_run_was_extended_is_gone_on_from(run_dir: Path) -> None:
     """Extended at step 4 and at step 8, it was stopped before step 12 and lost its later checkpoints."""
     save(run_dir, 4, edit(run_dir, lambda values: values.update(steps=8, extended=[4])))
@@ -179,18 +163,6 @@ def test_a_checkpoint_of_before_a_run_was_extended_is_gone_on_from(run_dir: Path
         RunDirectory(run_dir).starting_point()
     save(run_dir, 4, edit(run_dir, lambda values: values.update(extended=[4, 8])))  # one of after both
     assert RunDirectory(run_dir).starting_point()
-
-
-def test_with_overlap_another_number_of_steps_between_checkpoints_is_refused(run_dir: Path) -> None:
-    def overlap(values: dict[str, Any]) -> None:
-        values["rollout"]["engine"], values["rollout"]["vllm_server"]["overlap"] = "vllm_server", True
-
-    cfg = edit(run_dir, overlap)
-    save(run_dir, 4, cfg)
-    assert RunDirectory(run_dir).starting_point()
-    edit(run_dir, lambda values: values["checkpoint"].update(every=7))
-    with pytest.raises(ConfigError, match=r"trained with: checkpoint\.every=7 \(was 25\)\."):
-        RunDirectory(run_dir).starting_point()
 
 
 def test_another_device_is_refused(run_dir: Path) -> None:
