@@ -98,7 +98,7 @@ def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: 
     """Compare two numbers of the paper: return their source, and `treated` - `control`, or with `ratio` the quotient.
 
     `treated` and `control` find a number each (`select_row`). The source is table or figure, model, and reading error
-    of a curve. Curves of one figure are compared at steps at which both are known. Percent become fractions. Raises
+    of a curve. Curves of one figure are compared at steps at which both are known. Percentages become fractions. Raises
     KeyError if a number is not found.
     """
     treated_row, control_row = select_row(treated), select_row(control)
