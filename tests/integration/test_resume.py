@@ -190,7 +190,7 @@ def test_kill_9_around_an_evaluation_during_training(killable) -> None:
     finish(whole)
     kill(
         killed,
-        ("qerl_lab.train.run", "evaluate", 3),  # before training, step 0, step 2
+        ("qerl_lab.evaluate.accuracy", "evaluate", 3),  # before training, step 0, step 2
         ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),
         ("qerl_lab.train.trainer", "LabTrainer._save_checkpoint", 1),
     )
