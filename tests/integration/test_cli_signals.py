@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -55,6 +56,7 @@ def test_ctrl_c_after_another_signal_aborts_what_does_not_stop(standin, first, w
     said = ""
     while launch.STOPPING not in said:
         said += parent.stderr.readline()
+    time.sleep(launch.SAME_STOP_SECONDS[signal.SIGINT])
     parent.send_signal(signal.SIGINT)
     out, err = parent.communicate(timeout=120)
     assert parent.returncode == 130

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def test_a_second_ctrl_c_aborts_and_the_last_checkpoint_stays(start: Start, tmp_
     os.killpg(process.pid, signal.SIGCONT)
     while launch.STOPPING not in process.stderr.readline():
         pass
+    time.sleep(launch.SAME_STOP_SECONDS[signal.SIGINT])
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130

@@ -33,7 +33,8 @@ LOOK_SECONDS = 0.2  # between two checks of signals, of the stop file and of a r
 GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after a rank has died
 SAVE_SECONDS = 240.0  # for the processes of a job to save before the cluster kills it
 ABORT = "abort"  # content of the stop file
-SAME_STOP_SECONDS = 5.0  # in which a SIGTERM belongs to the stop before it
+# After a first signal: the time in which another one belongs to the same stop, and so does not abort.
+SAME_STOP_SECONDS: Mapping[int, float] = {signal.SIGTERM: 5.0, signal.SIGINT: 0.1, signal.SIGHUP: math.inf}
 STOPPING = (
     "stopping: a step under way is finished and saved, held-out questions are left and asked again later "
     "(Ctrl-C again aborts at once)"
@@ -60,9 +61,9 @@ class StopRequest:
     """What a run or sweep is asked to do: by signals to this process, or by the stop file of its sweep.
 
     The first signal asks to stop, another SIGINT or SIGTERM to abort. One stop may come as several signals, which must
-    not abort. A closed terminal sends SIGHUP, and its shell sends it again, so SIGHUP never aborts. `srun`, process
-    managers and `tools.queue` may send SIGTERM to a process that Ctrl-C or another SIGTERM has reached already, so
-    SIGTERM aborts only SAME_STOP_SECONDS after the first signal.
+    not abort (SAME_STOP_SECONDS). A closed terminal sends SIGHUP, and its shell sends it again. `srun`, process
+    managers and `tools.queue` may send SIGTERM to a process that Ctrl-C or another SIGTERM has reached already.
+    `timeout` sends its signal to a process and at once to the group too; nobody types Ctrl-C twice so fast.
 
     Attributes:
         stop_file: asks to stop while it exists, and to abort if it contains `ABORT`; None for a run outside of a sweep.
@@ -81,7 +82,7 @@ class StopRequest:
             self.began = now
             exits.say_now(STOPPING)
             return False
-        if number == signal.SIGHUP or (number == signal.SIGTERM and now < self.began + SAME_STOP_SECONDS):
+        if now < self.began + SAME_STOP_SECONDS[number]:
             return False
         self.is_aborted = True
         exits.say_now(ABORTING)

@@ -87,9 +87,8 @@ def _show_until_done(waiting: dict[Any, Job], progress: SweepProgress, stop_file
                     message = future.result()
                 progress.end_job(job, message)
                 del waiting[future]
-            elif stop_file.exists() and not progress.is_running(job):
-                future.cancel()
-                del waiting[future]
+            elif stop_file.exists() and not progress.is_running(job) and future.cancel() is not False:
+                del waiting[future]  # False: a job of this machine that has begun, perhaps without a record yet
         time.sleep(LOOK_SECONDS[next(iter(waiting.values())).config.launcher] if waiting else 0)
     progress.close()
 

@@ -4,6 +4,7 @@ import importlib.util
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -206,6 +207,7 @@ def test_a_second_ctrl_c_leaves_jobs_that_a_cluster_does_not_end(
         assert job.stop_file.exists() == bool(looks), "the first stops"
         looks.append(len(looks))
         assert len(looks) < 5, "it waits for the job"
+        time.sleep(launch.SAME_STOP_SECONDS[signal.SIGINT])  # between one Ctrl-C and the next
         signal.raise_signal(signal.SIGINT)
 
     progress = SimpleNamespace(update=look, is_running=lambda _: True)

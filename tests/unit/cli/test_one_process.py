@@ -23,9 +23,10 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 @pytest.mark.parametrize(
     ("signals", "aborts_at"),
     [
-        ([(0, INT), (0.1, INT)], 0.1),
-        ([(0, TERM), (0.1, INT)], 0.1),
-        ([(0, HUP), (0.1, INT)], 0.1),
+        ([(0, INT), (0.2, INT)], 0.2),
+        ([(0, INT), (0.01, INT)], None),  # `timeout -s INT`
+        ([(0, TERM), (0.2, INT)], 0.2),
+        ([(0, HUP), (0.2, INT)], 0.2),
         ([(0, INT), (0.5, TERM), (6, TERM)], 6),  # Ctrl-C, and `tools.queue` after it
         ([(0, TERM), (0.1, TERM), (0.2, TERM), (9, TERM)], 9),
         ([(0, HUP), (0.1, HUP), (6, HUP)], None),  # a terminal, then its shell
