@@ -71,9 +71,9 @@ def where(run_dir: Path, is_mirrored: bool | None) -> str:
     If MLflow lacks a part of the record (`is_mirrored` is False), a further line says how to fill it. `is_mirrored` is
     None for a run without MLflow.
     """
-    trained = "model" if (run_dir / "model").is_dir() else "adapter"
+    names = ("curves.png", "metrics.jsonl", "eval.parquet", "adapter/", "model/")
     path, python = terminal.format_path(run_dir), terminal.python_command()
-    lines = [f"run directory: {path}  (curves.png, metrics.jsonl, eval.parquet, {trained}/)"]
+    lines = [f"run directory: {path}  ({', '.join(name for name in names if (run_dir / name).exists())})"]
     noted = {} if is_mirrored is None else RunDirectory(run_dir).mirror()
     uri = str(noted.get("uri"))
     if noted.get("experiment_id"):

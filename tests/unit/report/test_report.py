@@ -202,6 +202,8 @@ def test_paths_are_shown_as_they_can_be_typed(here: Path) -> None:
     assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text
     assert text.endswith(" http://127.0.0.1:5000/#/experiments/7/runs")
     assert run_summary.where(here, None).count("\n") == 0
+    (here / "metrics.jsonl").touch(), (here / "model").mkdir()
+    assert run_summary.where(here, None).endswith("  (metrics.jsonl, model/)"), "files that are not there are not named"
 
 
 def test_the_next_commands_name_the_run(here: Path) -> None:
