@@ -11,6 +11,7 @@ from typing import Any
 from qerl_lab.cli.grammar import Command, run_subcommand
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import CLAIMS
+from qerl_lab.record.directory import is_run
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory, replace_file
 from qerl_lab.system.terminal import format_path
@@ -43,8 +44,7 @@ def report(options: ReportOptions) -> None:
     if options.out:
         from qerl_lab.report import page  # matplotlib takes another
 
-        folder = Path(options.out).expanduser()
-        make_directory(folder, f"out={folder}")
+        folder = _make_output_folder(options.out)
         claims_files = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
         if claims_files and not (folder / CLAIMS).exists():
             replace_file(folder / CLAIMS, claims_files[0].read_bytes())
@@ -53,6 +53,18 @@ def report(options: ReportOptions) -> None:
         size = sum(path.stat().st_size for path in written)
         print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
     print(comparison.text(compared, comparison.baseline_of(list(compared.arms), options.baseline)))
+
+
+def _make_output_folder(out: str) -> Path:
+    """Make the directory of the key `out`, and return it. Raises ConfigError if it is a run's, or not writable.
+
+    A report inside a run's directory would be read as a second copy of the run.
+    """
+    folder = Path(out).expanduser()
+    if folder.is_dir() and is_run(path.name for path in folder.iterdir()):
+        raise ConfigError(f"out={out} is the directory of a run. Type another, for example out=results/NAME.")
+    make_directory(folder, f"out={folder}")
+    return folder
 
 
 @dataclass
@@ -74,15 +86,14 @@ def verdicts(options: VerdictsOptions) -> None:
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
     sources = [Path(source).expanduser() for source in options.sweep]
     compared = comparison.read(sources)
-    folder = Path(options.out).expanduser() if options.out else None
     rows = judge(compared.counted, compared.runs, read or None)
     print(verdict_tables.text(compared, rows))
     beside = [str(source / CLAIMS) for source in sources if (source / CLAIMS).is_file()]
     if beside and not options.claims:
         words = shlex.join([*options.sweep, f"claims={','.join(beside)}"])
         print(f"\nThe results have claims of their own, not tested here. To test them:\n\n    {VERDICTS} {words}")
-    if folder:
-        make_directory(folder, f"out={folder}")
+    if options.out:
+        folder = _make_output_folder(options.out)
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
         replace_file(folder / "verdicts.md", verdict_tables.markdown(compared, rows, line).encode())
