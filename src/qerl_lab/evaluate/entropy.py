@@ -159,10 +159,10 @@ def read_questions(options: EntropyOptions) -> Task:
 
 
 def sample_texts(options: EntropyOptions, device: torch.device, task: Task | None = None) -> Texts:
-    """Sample one completion per question from the dense model at temperature 1.
+    """Let the dense model answer each question once at temperature 1, and measure its entropy at each token.
 
-    Also measures the model's hidden states and entropy at each completion token. `task` has the questions; None calls
-    `read_questions`.
+    The packed models are compared with it on these texts (`compare_to_dense`), so its hidden states are kept. `task`
+    has the questions; None calls `read_questions`.
     """
     task = task or read_questions(options)
     cfg = run_config(options, DENSE_FORMAT)

@@ -27,7 +27,7 @@ DTYPES = {
 
 
 class Stored(NamedTuple):
-    """A tensor in a weight file."""
+    """Where a tensor is stored, and its shape and dtype, from the header of the file."""
 
     file: Path
     shape: tuple[int, ...]

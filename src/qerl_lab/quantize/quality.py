@@ -87,9 +87,9 @@ def measure_layer(
 
 
 def sqnr_summary(layers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
-    """Return the SQNR in dB of all weights, of each layer, and of the five lowest layers; None where it is infinite.
+    """Summarize the signal-to-quantization-noise ratio, in dB: all weights, each layer, the five lowest layers.
 
-    `layers` has the result of `measure_layer` by layer name.
+    None stands for infinite. `layers` has the result of `measure_layer` by layer name.
     """
     levels = {name: decibels(signal, error) for name, (signal, error) in layers.items()}
     ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)

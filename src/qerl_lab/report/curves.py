@@ -242,7 +242,7 @@ def _draw_panel(
 
 
 def _is_line(chosen: Values, curve: Curve) -> bool:
-    """Tell whether a metric is drawn as lines: not if it was measured only before and after training."""
+    """Tell whether to draw a metric as lines. Points do if it was measured only before and after training."""
     return max(len(values) for own in chosen.values() for values in own) > 2 or not curve.metric.startswith("eval/")
 
 

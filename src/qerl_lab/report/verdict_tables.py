@@ -107,7 +107,7 @@ def _basis(rows: Sequence[Row]) -> list[str]:
 
 
 def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
-    """Map each distinct set of conditions of measured contrasts to a letter: A, B, ..., Z, A1, ..."""
+    """Name each set of conditions that measured contrasts have by a letter: A, B, ..., Z, A1, ..."""
     found = dict.fromkeys(row.conditions for row in rows if row.numbers)
     return {conditions: chr(ord("A") + n % 26) + (str(n // 26) if n > 25 else "") for n, conditions in enumerate(found)}
 

@@ -265,10 +265,10 @@ class Machine:
         return row if row and row["state"] == RunDirectory(self.run_folder(planned)).status else None
 
     def has_work(self, planned: Planned) -> bool:
-        """Tell whether a run is to be trained or evaluated here.
+        """Tell whether a run still has to be trained or evaluated on this machine.
 
-        This is so for a run that is not done, unless it failed here and the ledger does not have this failure yet. It
-        is so for a run that lacks evaluations, unless the ledger has another attempt as done.
+        A run that failed here is trained again only once the ledger has the failure. Evaluations that a run trained
+        here lacks are made, but not if the ledger has the run as done elsewhere.
         """
         row, is_done = self.ended_row(planned), self.queue.is_done(planned.key)
         if row is None:

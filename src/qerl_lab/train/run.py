@@ -206,12 +206,12 @@ def evaluate_subset(session: Session, step: int) -> None:
 
 
 def evaluate_heldout(session: Session, phase: str, step: int, questions: int, samples: int) -> None:
-    """Sample `samples` answers to each of the first `questions` held-out questions, without noise, and grade them.
+    """Answer and grade the first `questions` held-out questions without noise, `samples` times each, and record it.
 
-    Does nothing if `questions` is 0, or if eval.parquet and metrics.jsonl have this evaluation already. Rank 0 writes
-    the answers of all ranks to eval.parquet under `phase`: "before" or "after" training, or "step N". Then it writes
-    their means to metrics.jsonl under `step`. If the run later resumes from a checkpoint before `step`, this line of
-    metrics.jsonl is deleted. Raises Interrupted, EngineFailed or Diverged on every rank if any rank raises it.
+    Does nothing if `questions` is 0, or if the evaluation is recorded already. Rank 0 writes the answers of all ranks
+    to eval.parquet under `phase` ("before" or "after" training, or "step N"), then their means to metrics.jsonl under
+    `step`. A resume from a checkpoint before `step` deletes this line of metrics.jsonl. Raises Interrupted,
+    EngineFailed or Diverged on every rank if any rank raises it.
     """
     directory, ranks = session.directory, session.ranks
     is_subset = phase.startswith("step ")
@@ -225,8 +225,9 @@ def evaluate_heldout(session: Session, phase: str, step: int, questions: int, sa
     questions = min(questions, len(session.data.task.heldout))
     ask = partial(ask_own_share, session, questions, samples, when)
     own_rows = ranks.run_on_all(ask, Interrupted, EngineFailed, Diverged)
-    rows = pd.concat(ranks.gather(own_rows), ignore_index=True)
+    rows_of_ranks = ranks.gather(own_rows)
     if session.tracker:
+        rows = pd.concat(rows_of_ranks, ignore_index=True)
         directory.write_evaluations(rows_by_phase | {phase: accuracy.by_question(rows)})
         if not is_logged:
             gain = runs.gain_metrics(directory) if phase == "after" else {}

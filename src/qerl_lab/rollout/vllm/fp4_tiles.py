@@ -163,7 +163,10 @@ def _multiply(
 
 
 def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
-    """Tell whether `linear` supports a weight with parts of `sizes` rows and `columns` columns, at this LoRA `rank`."""
+    """Tell whether `linear` can multiply with this weight and LoRA rank.
+
+    `sizes` has the rows of each part of the fused layer (q, k, v), `columns` is their common K.
+    """
     whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
     return whole and len(sizes) <= 3 and fp4_tiles_takes_rank(rank)
 
@@ -193,10 +196,10 @@ def meeting_counters(rows: int, device: torch.device) -> Tensor:
 
 
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
-    """Choose how many 64-row blocks of a weight [N, K = `columns`] form a tile.
+    """Choose the height of a tile of a weight [N, K = `columns`], in blocks of 64 rows: the fastest of `TILE_SIZES`.
 
-    Minimizes the work of the busiest multiprocessor: its stages, plus `_STAGES_OF_END` for the end of a tile, times the
-    blocks per tile.
+    The busiest multiprocessor decides the time. It is counted in stages, with `_STAGES_OF_END` for the end of a tile,
+    times the height.
     """
 
     def stages_of_busiest(tile: int) -> int:

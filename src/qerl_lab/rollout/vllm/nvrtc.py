@@ -16,11 +16,11 @@ from torch import Tensor
 
 @cache
 def load_kernel(source: Path, name: str, device: int, variant: str, registers: int) -> Any:
-    """Compile `source`, load its kernel `name` with all shared memory allowed, and return its handle for `launch`.
+    """Compile the CUDA file `source` for the current GPU, and return its kernel `name` for `launch`.
 
-    `device` is the number of the current GPU. `variant` is a line appended to the source: a template instantiation.
-    Raises RuntimeError unless the compiler gives a thread exactly `registers` registers, because a kernel that
-    redistributes registers would hang with any other number.
+    The kernel may use all shared memory of a multiprocessor. `device` is the number of the current GPU. `variant` is a
+    line appended to the source: a template instantiation. Raises RuntimeError unless the compiler gives a thread
+    exactly `registers` registers, because a kernel that redistributes registers would hang with any other number.
     """
     major, minor = torch.cuda.get_device_capability(device)
     module = check_status(driver.cuModuleLoadData(compile_source(source, architecture(major, minor), variant)[0]))
