@@ -70,6 +70,7 @@ def test_the_manual_names_every_command():
 def test_a_dry_run_shows_the_job_and_makes_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
     monkeypatch.setattr(preflight.machine, "gpu_memory_bytes", lambda: None)
+    monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)  # the model takes 6 GB
     text = printed("+experiment=nvfp4_aqn +scale=paper_gsm8k_3b seed=3 lora.rank=8 dry_run=true", capsys)
     header, row, last = text.splitlines()
     assert dict(zip(header.split(), row.split(), strict=False)) | {"run": ""} == {
