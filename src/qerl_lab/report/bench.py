@@ -84,10 +84,11 @@ def list_deaths(result: Result) -> list[str]:
 def measured(result: Result) -> pd.DataFrame:
     """Return the measured rows of a benchmark, with two ratios of tokens/s to a baseline: `of_bf16` and `of_qlora`.
 
-    A row and its baseline agree in the columns `ALIKE`. In rollouts and steps the baselines are the stock arms: vLLM or
-    TRL as they are (`mark_baseline`). In train_step they are the lab's BF16 and bitsandbytes. `decode_ms` is nan if
-    completions are too short to time a token. Arms that died have no rows; the table is empty if every arm died. Raises
-    KeyError for a benchmark that is not in `ALIKE`.
+    `base_bf16` and `base_qlora` name the baselines' arms, None if one was not measured. A row and its baseline agree in
+    the columns `ALIKE`. In rollouts and steps the baselines are the stock arms: vLLM or TRL as they are
+    (`mark_baseline`). In train_step they are the lab's BF16 and bitsandbytes. `decode_ms` is nan if completions are too
+    short to time a token. Arms that died have no rows; the table is empty if every arm died. Raises KeyError for a
+    benchmark that is not in `ALIKE`.
     """
     kind = result["benchmark"]
     rows = pd.DataFrame([row for row in result["steps" if "steps" in result else "rows"] if "died" not in row])
@@ -100,6 +101,8 @@ def measured(result: Result) -> pd.DataFrame:
     bases = {base: rows["arm"].str.match(rf"{base}(_stock|_trl|$)") for base in ("bf16", "qlora")}
     if kind != "train_step":
         bases = {base: mark_baseline(rows["arm"], is_base & rows["baseline"]) for base, is_base in bases.items()}
+    for base, is_base in bases.items():
+        rows[f"base_{base}"] = next(iter(rows["arm"][is_base]), None)
     return with_ratios(rows, "tokens_per_second", ALIKE[kind], bases)
 
 
@@ -146,9 +149,15 @@ def text(result: Result) -> str:
 def notes(rows: pd.DataFrame) -> list[str]:
     """List, as sentences, what makes the arms of `measured` rows incomparable.
 
-    These are settings of `SETTINGS` that differ, and GPU clocks that differ by more than the share `CLOCKS_APART`.
+    These are baselines with overrides, settings of `SETTINGS` that differ, and GPU clocks that differ by more than the
+    share `CLOCKS_APART`.
     """
-    sentences = []
+    sentences = [
+        f'"of {label}" is the ratio to {arm}'
+        for base, label in (("bf16", "BF16"), ("qlora", "QLoRA"))
+        for arm in rows.get(f"base_{base}", pd.Series(dtype=str)).dropna().unique()
+        if "=" in arm
+    ]
     for name in [name for name in SETTINGS if name in rows]:
         values = rows[name].dropna().convert_dtypes().astype(str)
         arms = rows["arm"].groupby(values, sort=False).unique()

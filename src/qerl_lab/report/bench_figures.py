@@ -58,14 +58,14 @@ def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> 
     panels = {(f"tokens/s, rank {rank}", "completions at once"): pivot_by_arm(one_rank, "batch", "tokens_per_second")}
     of_bf16 = pivot_by_arm(one_rank, "batch", "of_bf16")
     if any(not arm.startswith("bf16_") for arm in of_bf16):  # a baseline's ratio to itself is 1
-        panels[("ratio to bf16_stock", "completions at once")] = of_bf16
+        panels[(f"ratio to {rows['base_bf16'].iloc[0]}", "completions at once")] = of_bf16
     base = next((base for base in BASES if rows[f"of_{base}"].notna().any()), None)
     if base and rows["rank"].nunique() > 1:
         by_rank, papers = pivot_by_arm(rows[rows["batch"] == batch], "rank", f"of_{base}"), printed_rollouts()
         is_like_ours = (papers["model"] == options["model"]) & (options["prompt"] == PRINTED_PROMPT)
         papers = papers[is_like_ours & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
         by_rank[PAPER] = papers.set_index("rank")[f"of_{BASES[base]}"]
-        panels[(f"ratio to {base}_stock, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")
+        panels[(f"ratio to {rows[f'base_{base}'].iloc[0]}, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")
 
     figure, axes = plt.subplots(1, len(panels), figsize=(max(7.5, 3.6 * len(panels)), 3.5), squeeze=False)
     for axis, ((title, x), lines) in zip(axes.flat, panels.items(), strict=True):

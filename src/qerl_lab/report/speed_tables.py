@@ -102,6 +102,9 @@ def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
         rows[column] = pd.to_numeric(rows.get(gib, math.nan)) * GIB / 1e9
     ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
     rows["prompt"], rows["lengths"] = options["prompt"], f"prompt {options['prompt']}, new {options['new']:,}{ragged}"
+    base = rows["base_bf16"].iloc[0]
+    if base and "=" in base:  # other files of the table have another BF16
+        rows["lengths"] += f"; BF16 is {base}"
     if kind == "step":
         return rows.assign(batch=options["groups"] * options["group_size"], steps=options["steps"])
     least, most = (rows[f"tokens_per_second_{end}"].map(format_number) for end in ("min", "max"))

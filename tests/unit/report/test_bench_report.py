@@ -99,6 +99,15 @@ def test_what_else_differs_is_noted() -> None:
     assert bench.notes(pd.DataFrame(alike)) == []
 
 
+def test_a_baseline_with_overrides_is_named_by_figure_and_table() -> None:
+    merged = "bf16_stock enable_lora=false"
+    rows = [each | {"arm": merged} if each["arm"] == "bf16_stock" else each for each in several()]
+    result = rollouts(rows)
+    assert f'note: "of BF16" is the ratio to {merged}' in bench.text(result).splitlines()
+    assert bench_figures.figure(result).axes[1].get_title(loc="left") == f"ratio to {merged}"
+    assert "of BF16" not in " ".join(bench.notes(bench.measured(rollouts([*rows, *several()]))))
+
+
 @pytest.mark.parametrize("ranks", [(32,), (16, 32)])
 def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None:
     """What ratios are of may not be measured, or may have died."""
@@ -201,4 +210,4 @@ def test_every_committed_result_has_an_origin_and_those_of_commands_a_table_and_
             assert figure is not None
             plt.close(figure)
             drawn.add(file.stem)
-    assert len(drawn) == 40
+    assert len(drawn) == 47
