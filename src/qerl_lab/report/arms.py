@@ -225,7 +225,7 @@ def _spell_label(name: str, settings: Sequence[str]) -> str:
 
 def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
     """Map each arm to the name of its experiment, "" if it has none, and to the settings in its label."""
-    arms, found = {run.arm: run for run in runs}, dict[Arm, tuple[str, list[str]]]()
+    found = dict[Arm, tuple[str, list[str]]]()
     implied, differ = keys_implied_by_task([run.settings for run in runs]), differing_keys(runs)
 
     def is_needed(key: str, run: Run) -> bool:
@@ -235,15 +235,15 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
             return len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
         return 2 * undeclared.count(run.value(key)) <= len(undeclared)
 
-    for arm, run in arms.items():
+    for arm, run in {run.arm: run for run in runs}.items():
         keys = [key for key in differ if key not in implied and is_needed(key, run)]
         words = {key: format_setting(key, run.value(key)) for key in keys}
         if MODULE_HASH in keys:
             words[MODULE_HASH] = _format_module(run, runs)
         for group in CHOICES:
-            replaced = [key for key in keys if key.startswith(f"{group}.")]
-            must_agree = [key for key in differ if key.startswith(f"{group}.")]
-            if replaced and (choice := matching_option(group, run.settings, must_agree)) is not None:
+            of_group = [key for key in differ if key.startswith(f"{group}.")]
+            replaced = [key for key in of_group if key in keys]
+            if replaced and (choice := matching_option(group, run.settings, of_group)) is not None:
                 words = {key: word for key, word in words.items() if key not in replaced}
                 words[replaced[0]] = f"{group}={choice}"
         names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
