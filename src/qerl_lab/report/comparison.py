@@ -216,10 +216,9 @@ def text(comparison: Comparison, baseline: str | None) -> str:
         how_to_read += f"\n{ABOUT_NO_SPREAD}"
     parts = [columns(rows), how_to_read, columns(scales) if scales else "", columns(differ) if differ else ""]
     if baseline is not None:
-        base, undeclared = comparison.arms[baseline][0], Counter[str]()
-        for run in (runs[0] for runs in comparison.arms.values()):
-            undeclared.update(key for key in differing_keys([run, base]) if key not in run.declared | base.declared)
-        if undeclared:
+        base, firsts = comparison.arms[baseline][0], [runs[0] for runs in comparison.arms.values()]
+        differ_in = ({*differing_keys([run, base])} - run.declared - base.declared for run in firsts)
+        if undeclared := Counter(key for keys in differ_in for key in keys):
             named = ", ".join(f"{key} ({with_noun(count, 'arm')})" for key, count in sorted(undeclared.items()))
             parts.append(f"after - {baseline} also reflects settings no experiment declares: {named}.")
     parts += [*notes(comparison), describe_no_baseline(comparison, baseline), list_left_out(comparison)]
