@@ -7,7 +7,7 @@ import pandas as pd
 
 from qerl_lab.report import reference, stats
 from qerl_lab.report.comparison import Comparison, accuracy_rows
-from qerl_lab.report.measures import FALLEN, MEASURES, SHARED, Unmeasured, has_collapsed, shared_machines
+from qerl_lab.report.measures import FALLEN, MEASURES, SHARED, Unmeasured, has_collapsed
 from qerl_lab.report.runs import Run, first_tenth
 from qerl_lab.report.table import (
     NONE,
@@ -98,11 +98,12 @@ def _entropy_table(comparison: Comparison) -> Table:
             else:
                 row.append(NONE)
         if arm in beside:
-            line = {"BF16": "BF16/Float16"}.get(beside[arm][1], beside[arm][1])
+            line = "BF16/Float16" if beside[arm][1] == "BF16" else beside[arm][1]
             of_line = {"table": "Figure 5", "weight_format": line, "setting": reference.EIGHT_STEPS}
-            mean = reference.select_row(of_line)["number"]
-            row.append(f"{mean:.3f}")
-        rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])
+            row.append(f"{reference.select_row(of_line)['number']:.3f}")
+        elif beside:
+            row.append(NONE)
+        rows.append(row)
     rows, empty = without_empty_columns(rows)
     title, about = "Entropy and collapse", "Nats per token at rollout.temperature, without noise in the trainer."
     about += " Last / first: geometric mean over seeds."
@@ -125,19 +126,20 @@ def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
     """
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip
+    alone = comparison.alone
     for arm, runs in comparison.arms.items():
         speeds, ratios, shares, seconds = [NONE, NONE], [NONE, NONE], NONE, NONE
-        if baseline not in (None, arm) and not shared_machines(runs, control := comparison.arms[baseline]):
-            of_seeds = [(_by_seed(runs, name) / _by_seed(control, name)).dropna() for name in SPEEDS]
-            ratios = [geometric_cell(values_S, "{:.2f}x".format, "{:.2f}".format) for values_S in of_seeds]
-        peaks = [run.summary.get("memory_gpu_peak_gib", run.summary["memory_rss_gib"]) for run in runs]
-        if not shared_machines(runs):
+        if arm in alone:
             speeds = [geometric_cell(_by_seed(runs, name)) for name in SPEEDS]
             shares = ", ".join(f"{_by_seed(runs, f'share_{name}').mean():.0%}" for name in PHASES)
             seconds = format_number(_by_seed(runs, "seconds").mean())
+        if arm in alone and baseline in alone and arm != baseline:
+            of_seeds = [(_by_seed(runs, name) / _by_seed(alone[baseline], name)).dropna() for name in SPEEDS]
+            ratios = [geometric_cell(values_S, "{:.2f}x".format, "{:.2f}".format) for values_S in of_seeds]
+        peaks = [run.summary.get("memory_gpu_peak_gib", run.summary["memory_rss_gib"]) for run in runs]
         rows.append([arm, *speeds, *ratios, shares, f"{max(peaks):.2f}", seconds])
     rows, _ = without_empty_columns(rows)
-    shared = [arm for arm, runs in comparison.arms.items() if shared_machines(runs)]
+    shared = [arm for arm in comparison.arms if arm not in alone]
     which = "every arm" if len(shared) == len(comparison.arms) else in_words(shared)
     return Table(
         "Throughput and memory",
