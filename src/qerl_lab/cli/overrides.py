@@ -125,21 +125,20 @@ def _check_override(override: Override) -> None:
     if override.is_sweep_override() and (not override.is_discrete_sweep() or (is_glob and field)):
         raise ConfigError(f"{line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
     for value in [] if is_glob else _given_values(override):
-        if field is None:
-            if not isinstance(value, str):  # Hydra would compose several options, or none, or raise
-                raise unknown_option_error(name, value, choices_of(name))
+        if field is None and not isinstance(value, str):  # Hydra would compose several options, or none, or raise
+            raise unknown_option_error(name, value, choices_of(name))
+        if field is None or (isinstance(value, str) and "${" in value):  # interpolations are checked after composition
             continue
         if type(value) in (int, float) and field.type in TEXT:
             value = str(value)  # a commit or a directory made of digits
-        if not (isinstance(value, str) and "${" in value):  # an interpolation is checked after composition
-            try:
-                check_type(name, field, value)
-            except ConfigError as error:
-                if not override.is_sweep_override():
-                    several = _several_values(value) if field.type in NUMBERS else ""
-                    also = f", or -m {shlex.quote(f'{name}={several}')} for a run of each" if several else ""
-                    raise ConfigError(f"{str(error).removesuffix('.')}{also}.") from None
+        try:
+            check_type(name, field, value)
+        except ConfigError as error:
+            if override.is_sweep_override():
                 raise ConfigError(f"{line} is several values, because a comma separates them; {error}") from None
+            several = _several_values(value) if field.type in NUMBERS else ""
+            also = f", or -m {shlex.quote(f'{name}={several}')} for a run of each" if several else ""
+            raise ConfigError(f"{str(error).removesuffix('.')}{also}.") from None
 
 
 def _several_values(value: Any) -> str:
