@@ -117,18 +117,17 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
             f"{model_size}, and this machine shows no GPU: a step would take hours. Type model=qwen2_5_0_5b or another "
             f"small model, or device=cpu to run it all the same."
         )
-    dense_bytes = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
-    is_cached = not on_gpu and cfg.format.dense_cache != "off"
-    needed = count * (dense_bytes if is_dense or is_cached else 0.5)  # packed weights have at least four bits
-    if cfg.trains_all:
-        needed = count * (8 + cfg.optim.moment_bytes)  # weights and gradients in float32
+    setting, weight_bytes, remedy = f"format={cfg.format.name}", 0.5, ""  # packed weights have at least four bits
+    if cfg.trains_all:  # weights and gradients in float32
+        setting, weight_bytes, remedy = f"{setting} and lora=full", 8 + cfg.optim.moment_bytes, ", or lora=rank32"
+    elif is_dense or not on_gpu:
+        remedy = ", or format=nvfp4 with format.dense_cache=off"
+        if is_dense or cfg.format.dense_cache != "off":
+            weight_bytes = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
+    needed = count * weight_bytes
     held = machine.gpu_memory_bytes() if on_gpu else memory.size_bytes()
     if held is not None and needed > held:
-        place, setting, remedy = "the GPU" if on_gpu else "this machine", f"format={cfg.format.name}", ""
-        if cfg.trains_all:
-            setting, remedy = f"{setting} and lora=full", ", or lora=rank32"
-        elif is_dense or not on_gpu:
-            remedy = ", or format=nvfp4 with format.dense_cache=off"
+        place = "the GPU" if on_gpu else "this machine"
         raise ConfigError(
             f"{model_size}, which take {needed / GIB:.1f} GiB with {setting}, and {place} has {held / GIB:.1f} GiB. "
             f"Type a smaller model{remedy}."
