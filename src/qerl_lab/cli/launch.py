@@ -247,10 +247,8 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest)
     """
     first_failed, kill_time, is_told = None, math.inf, False
     while running := [child for child in children if child.poll() is None]:
-        if first_failed is None:
-            first_failed = _first_failed(children)
-            if first_failed is not None:
-                kill_time = time.monotonic() + GRACE_SECONDS
+        if first_failed is None and (first_failed := _first_failed(children)) is not None:
+            kill_time = time.monotonic() + GRACE_SECONDS
         if time.monotonic() > kill_time or request.aborts:
             for child in running:
                 child.kill()
@@ -260,9 +258,8 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest)
             is_told = True
         with suppress(subprocess.TimeoutExpired):
             running[0].wait(LOOK_SECONDS)
-    if first_failed is not None:
-        return first_failed
-    return _first_failed(children)  # of those that ended since the loop looked last
+    # None yet: of those that ended since the loop looked last.
+    return _first_failed(children) if first_failed is None else first_failed
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
