@@ -56,10 +56,9 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     placed_runs, damaged, directories = list[tuple[Path, Run]](), dict[str, str](), dict[Path, Path]()
     for folder in folders:
         has_results = (folder / RUNS).is_file()
-        if has_results:
-            runs, broken = read(folder)
-            placed_runs += [(folder, run) for run in runs]
-            damaged |= broken
+        runs, broken = read(folder) if has_results else ([], {})
+        placed_runs += [(folder, run) for run in runs]
+        damaged |= broken
         inside = {path.resolve(): path for path in _walk_run_directories(folder)}
         if not inside and not has_results:
             what = "holds no run directory" if folder.is_dir() else "is no directory"

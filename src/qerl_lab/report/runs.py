@@ -185,9 +185,8 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     data = first.get("data", {})
     gpus = [gpu["uuid"] for session in sessions for gpu in session.get("gpus", []) if "uuid" in gpu]
     is_of_sweep = any(session.get("sweep") for session in sessions)  # of a single run the command counts, as typed
-    configured = {
-        key: values[key] for key in ("scale", *(("jobs", "jobs_per_gpu") if is_of_sweep else ())) if key in values
-    }
+    wanted = ("scale", "jobs", "jobs_per_gpu") if is_of_sweep else ("scale",)
+    configured = {key: values[key] for key in wanted if key in values}
     if values.get(MODULE_HASH, "None") != "None":
         configured[MODULE] = "_".join(Path(values[MODULE]).name.split())
     origin = Origin(
