@@ -208,15 +208,15 @@ def run(options: RunOptions) -> None:
             raise
     if packed_again:
         print(f"{with_noun(len(packed_again), 'run')} that ended here before packed again into {format_path(pack)}")
-    if to_make and not machine.started.is_set():
+    if not to_make:
+        print("no run is left to make here")
+    elif machine.started.is_set():
+        print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
+    else:
         minutes = max(START_SECONDS, queue.estimate(to_make[0]).seconds) / 60
         left = with_noun(len(to_make), "run")
         print(f"{left} left, none started: the next needs {minutes:.1f} minutes, more than minutes or lease leave")
         return
-    if to_make:
-        print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
-    else:
-        print("no run is left to make here")
     if any(ended) or packed_again:
         print(f"next, where the results are: {LINE} collect {shlex.join([options.queue, f'packs=[{options.pack}]'])}")
     if failed := [planned.key for planned in to_make if planned.key in machine.failed]:
@@ -330,22 +330,29 @@ class Machine:
         self._write_row(planned, run, start, training_seconds, 0)
         self.pack(planned)
         if run.status == DONE and planned.after:
-
-            def evaluate(number: int, line: str) -> bool:  # a finished evaluation only prints its table
-                """Wait `number` * STAGGER_SECONDS, run the evaluate command `line`, and return whether it succeeded."""
-                self.stopped.wait(STAGGER_SECONDS * number)
-                command, *words = shlex.split(os.path.expandvars(line))
-                code = self._call(planned, ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words], visible)
-                if code != OK:
-                    self._tell_end(planned, code, f"is trained, and its evaluation `{line}` ")
-                return code == OK
-
-            with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
-                evaluated = sum(side_by_side.map(evaluate, range(len(planned.after)), planned.after))
+            evaluated = self._evaluate(planned, visible)
             _drop_texts(run)
             self._write_row(planned, run, start, training_seconds + time.time() - trained, evaluated)
             self.pack(planned)
         return True
+
+    def _evaluate(self, planned: Planned, visible: Mapping[str, str]) -> int:
+        """Run the evaluate commands of a trained run side by side, and return how many succeeded.
+
+        They start STAGGER_SECONDS apart. A finished evaluation only prints its table.
+        """
+
+        def evaluate(number: int, line: str) -> bool:
+            self.stopped.wait(STAGGER_SECONDS * number)
+            command, *words = shlex.split(os.path.expandvars(line))
+            words = ["-m", "qerl_lab.evaluate", command, f"run={self.run_folder(planned)}", *words]
+            code = self._call(planned, words, visible)
+            if code != OK:
+                self._tell_end(planned, code, f"is trained, and its evaluation `{line}` ")
+            return code == OK
+
+        with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
+            return sum(side_by_side.map(evaluate, range(len(planned.after)), planned.after))
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         """Run Python with arguments `words` and environment variables `visible`; append its output to `console_file`.
@@ -476,13 +483,14 @@ def collect(options: CollectOptions) -> None:
         rows[row["run"], row["start"]] = row
         if row["state"] == DONE:
             new[row["run"]] = folders
-    for folder in dict.fromkeys(itertools.chain(*new.values())):
+    changed = dict.fromkeys(itertools.chain(*new.values()))
+    for folder in changed:
         _merge(folder, [runs / run for run in new if folder in new[run]])
     queue_file.write_ledger(queue.folder, list(rows.values()))
     replaced = sum(rows[row["run"], row["start"]] is not row for row in queue.rows)
     also = f", {replaced} replaced by packs with more" if replaced else ""
     print(f"{with_noun(len(rows) - len(queue.rows), 'new row')} in {format_path(queue.folder)}/ledger.csv{also}")
-    for folder in dict.fromkeys(itertools.chain(*new.values())):
+    for folder in changed:
         print(f"next: python -m qerl_lab.report {shlex.quote(format_path(folder))}")
     if bad:
         raise ValueError(f"{with_noun(len(bad), 'pack')} left out, see above: {', '.join(map(str, bad))}")
