@@ -103,13 +103,13 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
     words: list[tuple[str, str]] = []  # (key, argument)
     paths: list[str] = []
     for word in arguments:
-        key, sign, text = word.lstrip("+").partition("=")
-        # A path may have an equals sign in it, too.
-        if bare and not word.startswith("-") and (not sign or (key not in types and os.path.exists(word))):
-            paths.append(word)
-            continue
         if word.startswith("-"):
             raise unknown_flag_error(word, {key: f"{key}=VALUE" for key in types}, HELP)
+        key, sign, text = word.lstrip("+").partition("=")
+        # A path may have an equals sign in it, too.
+        if bare and (not sign or (key not in types and os.path.exists(word))):
+            paths.append(word)
+            continue
         if not sign or not key:
             raise unreadable_override_error(word, types)
         if key not in types:
