@@ -38,11 +38,12 @@ def check_fields(
         raise ValueError(f"{where} is {given}; write {', '.join(f'{name}: ...' for name in needed)}")
     if lacking := sorted({*needed} - values.keys()):
         raise ValueError(f"{where} lacks {', '.join(lacking)}")
-    if unknown := [str(name) for name in values if name not in needed and name not in optional]:
-        raise ValueError(f"{where} has {min(unknown)}, which is none of {', '.join(sorted({*needed, *optional}))}")
+    kinds = {**optional, **needed}
+    if unknown := [str(name) for name in values if name not in kinds]:
+        raise ValueError(f"{where} has {min(unknown)}, which is none of {', '.join(sorted(kinds))}")
     found = {name: value for name, value in values.items() if name in needed or value is not None}
     for name, value in found.items():
-        kind = needed.get(name) or optional[name]
+        kind = kinds[name]
         fits = bool in kind.types if isinstance(value, bool) else isinstance(value, kind.types)  # a bool is no number
         if fits and kind.items is not None:
             fits = all(type(item) is kind.items for item in value)
