@@ -246,9 +246,7 @@ def _check_layer_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) 
     ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
 
     def refuse(key: str, entry: str, kind: str, allowed: list[str]) -> NoReturn:
-        hint = ""
-        if allowed:
-            hint = did_you_mean(entry, allowed) or f" Type for example {key}=[{allowed[0]}]."
+        hint = did_you_mean(entry, allowed) or (f" Type for example {key}=[{allowed[0]}]." if allowed else "")
         raise ConfigError(f"{key}: {entry!r} is no {kind} of {setting}; allowed: {', '.join(allowed)}.{hint}")
 
     for entry in [] if cfg.trains_all else cfg.lora.target_modules:
