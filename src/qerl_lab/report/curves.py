@@ -104,7 +104,7 @@ def draw(
         name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
         unit = f"{name} of training steps"
         chosen = {arm: [values.set_axis(values.index / seconds) for values in own] for arm, own in chosen.items()}
-    first, others = [arm for arm in chosen if arm == baseline], [arm for arm in chosen if arm != baseline]
+    first, others = [baseline] if baseline in chosen else [], [arm for arm in chosen if arm != baseline]
     groups = [[*first, *panel] for panel in _panels(others, styles, ARMS_A_PANEL - len(first))]
     rows = math.ceil(len(groups) / MOST_COLUMNS)
     columns = math.ceil(len(groups) / rows)
