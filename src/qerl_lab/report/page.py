@@ -4,7 +4,7 @@ import base64
 import re
 import shlex
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
@@ -105,14 +105,13 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
     """
     arms, alone = compared.arms, compared.alone
     styles, firsts = palette.styles_of_arms(arms), [runs[0] for runs in arms.values()]  # a run of each arm
-    drawn: dict[str, list[Drawn]] = {"Weight formats": []}
+    drawn = defaultdict[str, list[Drawn]](list)
     for number, (title, group) in enumerate(list(curves.group_formats(compared).items())[:MOST_GROUPS], 1):
         name = f"formats{f'-{number}' if number > 1 else ''}-by-step"
         about = f"Reward, entropy and held-out accuracy of {', '.join(group)}"
         drawn["Weight formats"].append(Drawn(name, about, palette.png(curves.draw_formats(arms, group, title))))
     of_alone = curves.recorded_curves(alone)
     for curve in curves.recorded_curves(arms):
-        drawn[curve.title] = []
         is_speed = curve.metric.endswith("tokens_per_second")
         for by, chosen in ((curves.STEP, alone if is_speed else arms), (curves.CLOCK, alone)):
             if chosen is arms or curve in of_alone:
@@ -122,14 +121,13 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
         for figure in paper_curves.figures_beside(curve.name, firsts):
             image, caption = palette.png(paper_curves.draw(figure)), paper_curves.caption(figure, firsts)
             drawn[curve.title].append(Drawn(figure.name, figure.about, image, caption))
-    drawn["Diagnostics"] = []
     if passes := diagnostics.draw_passes(compared):
         caption = "95% intervals over seeds and questions, clipped to 0 and 1."
         drawn["Diagnostics"].append(Drawn("passes", "pass@k after training, by k", palette.png(passes), caption))
     if gains := diagnostics.draw_gains(compared):
         about, caption = "Initial entropy against gain, one point per run", f"One point per run. {gains[1]}"
         drawn["Diagnostics"].append(Drawn("entropy-and-gain", about, palette.png(gains[0]), caption))
-    return {title: figures for title, figures in drawn.items() if figures}
+    return dict(drawn)
 
 
 def html(
