@@ -72,12 +72,10 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 
     Returns the figure, and sentences with the correlation. Returns None for fewer than two evaluated runs.
     """
-    rows = []
-    for arm, runs in comparison.arms.items():
-        for run in runs:
-            if run.accuracy:
-                gain = run.accuracy["gain"].mean()
-                rows.append({"arm": arm, "entropy": run.summary["entropy_first"], "gain": gain})
+    rows = [
+        {"arm": arm, "entropy": run.summary["entropy_first"], "gain": run.accuracy["gain"].mean()}
+        for arm, runs in comparison.arms.items() for run in runs if run.accuracy
+    ]  # fmt: skip
     table = pd.DataFrame(rows, columns=["arm", "entropy", "gain"]).replace([np.inf, -np.inf], np.nan).dropna()
     if len(table) < 2:
         return None
