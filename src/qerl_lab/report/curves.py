@@ -169,11 +169,11 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
     # A page shows the first few.
     several.sort(key=lambda group: (len(group[1]), sum(counts[label] for label in group[1].values())), reverse=True)
     shared = set.intersection(*(set(rest) for rest, _ in several)) if several else set()
-    order = {name: place for place, name in enumerate(palette.FORMATS)}  # a format deleted since its runs is last
     titled = dict[str, dict[str, str]]()
     for rest, formats in several:
         title = ", ".join(format_setting(*setting) for setting in rest if setting not in shared)
-        titled[title] = {name: formats[name] for name in sorted(formats, key=lambda name: order.get(name, len(order)))}
+        names = [*palette.FORMATS, *formats]  # a format deleted since its runs is last
+        titled[title] = {name: formats[name] for name in names if name in formats}
     return titled
 
 
