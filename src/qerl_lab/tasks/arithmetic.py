@@ -10,6 +10,7 @@ held-out problem has the numbers of a training problem in another order or with 
 import hashlib
 import random
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks.grading import grade_math as grade
@@ -141,7 +142,7 @@ def worked_solution(rng: random.Random, problem: Problem) -> str:
         order = list(problem.changes)
         while method == "any order":
             order = rng.sample(problem.changes, len(problem.changes))
-            if all(problem.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):  # no total is below zero
+            if min(accumulate(order, initial=problem.start)) >= 0:  # no total is below zero
                 break
         work = _chain(rng, problem.start, order)
     return f"<think>{work}</think><answer>{problem.answer}</answer>"
