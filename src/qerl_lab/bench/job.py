@@ -192,18 +192,18 @@ def check(options: AnyOptions) -> None:
                 f"gpus={job.gpus} in the arm {job.arm!r} is for whole steps: a rank's engine samples for itself. "
                 "Leave it out, or type python -m qerl_lab.bench step."
             )
-        if not job.is_baseline:
-            try:
-                cfg = job.config()
-                _ = cfg.optim.completions_at_once  # raises for null, which only a run replaces by a number
-            except ConfigError as error:
-                raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
-            arm_completions = cfg.rollout.prompts_per_step * cfg.rollout.group_size
-            if completions is not None and arm_completions != completions:
-                raise ConfigError(
-                    f"the arm {job.arm!r} has {arm_completions} completions in a step (rollout.prompts_per_step x "
-                    f"rollout.group_size); allowed: groups x group_size = {completions}, because rows compare "
-                    "steps of the same size. Type groups=N and group_size=N for all arms."
-                )
+        if job.is_baseline:
+            continue
+        try:
+            cfg = job.config()
+            _ = cfg.optim.completions_at_once  # raises for null, which only a run replaces by a number
+        except ConfigError as error:
+            raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
+        if completions not in (None, cfg.completions_per_step):
+            raise ConfigError(
+                f"the arm {job.arm!r} has {cfg.completions_per_step} completions in a step (rollout.prompts_per_step x "
+                f"rollout.group_size); allowed: groups x group_size = {completions}, because rows compare "
+                "steps of the same size. Type groups=N and group_size=N for all arms."
+            )
     if not Path(options.scratch).is_dir():
         raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
