@@ -141,10 +141,8 @@ def _check_tensors(
     keys = weight_format.layout((64, 64)).keys() if packed else ()  # the same for every shape
     expected = dense.keys() | {f"{name}.{key}" for name in packed for key in keys}
     stored, patterns = set(source.names), [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
-    extra = sorted(
-        name for name in stored - expected - set(tied(model))
-        if not any(re.search(pattern, name) for pattern in patterns)
-    )  # fmt: skip
+    ignored = {name for name in stored if any(re.search(pattern, name) for pattern in patterns)}
+    extra = sorted(stored - expected - ignored - set(tied(model)))
     if (missing := sorted(expected - stored)) or extra:
         kind = f"packed in {weight_format.NAME}" if packed else "dense"
         found = [f"{some_of(missing, 1)} missing"] if missing else []
