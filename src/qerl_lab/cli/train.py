@@ -226,7 +226,7 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
     ConfigError if the run or sweep cannot continue, or if other keys or `flags` were typed.
     """
     given = unquoted(typed.pop("resume"))
-    steps, jobs_per_gpu = typed.pop("steps", None), typed.pop("jobs_per_gpu", None)
+    added = {key: typed.pop(key) for key in ("steps", "jobs_per_gpu") if key in typed}
     if others := [*flags, *(f"{key}={value}" for key, value in typed.items())]:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot be typed with it. "
@@ -235,7 +235,6 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         )
     if not given.strip():  # a variable of the shell that is not set; as a path it would be this directory
         raise ConfigError("resume= is empty; allowed: the directory of a run or a sweep. Type resume=RUN_DIR.")
-    added = {key: text for key, text in (("steps", steps), ("jobs_per_gpu", jobs_per_gpu)) if text is not None}
     for key, text in added.items():
         number, field = int(text) if text.isdecimal() else text, field_of_key(key)
         check_type(key, field, number)
@@ -253,14 +252,14 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         print(manual.opening_lines(plan), flush=True)
         scheduler.run(plan, command)
         return scheduler.finish(plan)
-    if steps is not None:
-        jobs.extend_run(run, int(steps))
+    if "steps" in added:
+        jobs.extend_run(run, int(added["steps"]))
     elif run.status == "done":
         raise _finished_run_error(run)
     else:
         preflight.check(run.config(), directory)
-    if jobs_per_gpu is not None:
-        run.share_gpu(int(jobs_per_gpu))
+    if "jobs_per_gpu" in added:
+        run.share_gpu(int(added["jobs_per_gpu"]))
     return _start(run, TypedCommand(command))
 
 
