@@ -133,36 +133,40 @@ class Part(NamedTuple):
     questions: Sequence[Question]
 
 
+def _parts_of(cfg: RunConfig, task: Task, engine: str, loaded: Policy, samples: int) -> list[Part]:
+    """Split the questions of a benchmark into parts of about one generation batch, or four for vLLM, which refills it.
+
+    Leaves out questions longer than max_prompt_tokens. Raises ConfigError if all are.
+    """
+    limit, batches = cfg.rollout.max_prompt_tokens, 1 if cfg.rollout.engine == "transformers" else 4
+    lengths = [len(loaded.chat.prompt_ids(task.messages(question))) for question in task.heldout]
+    fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
+    if not fitting:
+        raise ConfigError(
+            f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
+            f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
+        )
+    size = max(1, cfg.rollout.batch_size * batches // samples)
+    slices = [fitting[begin : begin + size] for begin in range(0, len(fitting), size)]
+    return [Part(f"{engine}-{task.name}-{n:05d}.parquet", task, n, questions) for n, questions in enumerate(slices)]
+
+
 def answer_missing_parts(
     cfg: RunConfig, tasks: Sequence[Task], identity: Mapping[str, Any], engine: str, loaded: Policy, sampler: Engine,
     unfinished: Unfinished,
 ) -> None:  # fmt: skip
     """Ask the questions to which the folder `unfinished` has no answers yet, and write the answers there.
 
-    Questions are asked in parts of about one generation batch, or four for vLLM, which refills its batch. Each part
-    gets a Parquet file with a row per completion. The number of the part enters the sampling seed, which is the same
-    for all arms and engines. Questions longer than max_prompt_tokens are not asked. Raises ConfigError if all questions
-    of a benchmark are too long, ValueError if the engine failed or its logits are NaN.
+    Each part (`_parts_of`) gets a Parquet file with a row per completion. The number of the part enters the sampling
+    seed, which is the same for all arms and engines. Raises ConfigError if all questions of a benchmark are too long,
+    ValueError if the engine failed or its logits are NaN.
 
     Args:
         identity: settings from `identifying_settings`, with the number of samples of each benchmark.
         engine: OWN or COMMON, the name of `sampler` in the rows.
     """
     ((sampling_name, samples),) = identity["samplings"].items()
-    parts = list[Part]()
-    limit, at_once = cfg.rollout.max_prompt_tokens, cfg.rollout.batch_size
-    for task in tasks:
-        lengths = [len(loaded.chat.prompt_ids(task.messages(question))) for question in task.heldout]
-        fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
-        if not fitting:
-            raise ConfigError(
-                f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
-                f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
-            )
-        size = max(1, at_once * (1 if cfg.rollout.engine == "transformers" else 4) // samples[task.name])
-        for number, begin in enumerate(range(0, len(fitting), size)):
-            file = f"{engine}-{task.name}-{number:05d}.parquet"
-            parts.append(Part(file, task, number, fitting[begin : begin + size]))
+    parts = [part for task in tasks for part in _parts_of(cfg, task, engine, loaded, samples[task.name])]
     missing = [part for part in parts if not unfinished.has(part.file)]
     total, to_ask = (sum(len(part.questions) * samples[part.task.name] for part in some) for some in (parts, missing))
     with terminal.ProgressBar(f"{engine} engine", total, total - to_ask, unit="completion") as bar:
