@@ -318,8 +318,7 @@ class Machine:
                 raise ConfigError(
                     f"{planned.key} was refused: {console[-1] if console else 'the command printed nothing'}"
                 )
-        failed = run.status == FAILED and code in (FAILURE, USAGE)  # another code: FAILED is from an attempt before
-        if failed:
+        if run.status == FAILED and code in (FAILURE, USAGE):  # another code: FAILED is from an attempt before
             self.failed.add(planned.key)
             self._tell(planned, f"failed: {run.reason}")
         elif run.status != DONE:
