@@ -101,9 +101,7 @@ def _entropy_table(comparison: Comparison) -> Table:
             line = "BF16/Float16" if beside[arm][1] == "BF16" else beside[arm][1]
             of_line = {"table": "Figure 5", "weight_format": line, "setting": reference.EIGHT_STEPS}
             row.append(f"{reference.select_row(of_line)['number']:.3f}")
-        elif beside:
-            row.append(NONE)
-        rows.append(row)
+        rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])
     rows, empty = without_empty_columns(rows)
     title, about = "Entropy and collapse", "Nats per token at rollout.temperature, without noise in the trainer."
     about += " Last / first: geometric mean over seeds."
