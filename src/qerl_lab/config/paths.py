@@ -83,15 +83,15 @@ def file_hash(file: Path) -> str:
     return sha256(file)[:12]
 
 
-def module_hash(file: str) -> str:
+def module_hash(file: str, prefix: str = "task.module=") -> str:
     """Return the first 12 hex digits of the SHA-256 of `file`, the Python file that task.module names.
 
-    Raises ConfigError if the file is missing, or if its name does not end with .py.
+    `prefix` is what users type before the path. Raises ConfigError if the file is missing, or if its name does not end with .py.
     """
     if file.endswith(".py") and Path(file).is_file():
         return file_hash(Path(file))
     reason = "is not there" if file.endswith(".py") else "is no Python file"
-    raise ConfigError(f"task.module={file} {reason}. Type the path of a Python file: task.module=FILE.py.")
+    raise ConfigError(f"{prefix}{file} {reason}. Type the path of a Python file: {prefix}FILE.py.")
 
 
 def sqlite_file(uri: str) -> Path | None:

@@ -155,7 +155,12 @@ def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., A
         module = vars(importlib.import_module(f"qerl_lab.tasks.{cfg.name}"))
         functions = {name: module[name] for name in module_file.NAMES if name in module}
     if cfg.module:
-        functions |= module_file.load(cfg, functions)
+        functions |= (own := module_file.load(cfg, functions))
+        if needed == "worked" and "train" in own and "worked" not in own:
+            raise ConfigError(
+                f"task.module={cfg.module} defines train but not worked: the solutions would be those of other "
+                'questions. Define worked(cfg), which returns questions with payload["solution"].'
+            )
     if needed is None or needed in functions:
         return functions
     others = [name for name in choices_of("task") if needed in _functions(TaskConfig(name=name), None)]

@@ -71,7 +71,7 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
         ]
     for name in {"train", "heldout", "worked"} & set(functions):
         where = f"task.module={cfg.module}: {name}(cfg)"
-        functions[name] = partial(_checked_questions, where, functions[name], notes)
+        functions[name] = partial(_checked_questions, where, functions[name], notes, name == "worked")
     if "weights" in functions and "grade" not in functions:
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
     if "grade" in functions:
@@ -104,23 +104,24 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
 
 
 def _checked_questions(
-    where: str, function: Callable[..., Any], notes: Sequence[str], cfg: TaskConfig
+    where: str, function: Callable[..., Any], notes: Sequence[str], are_solved: bool, cfg: TaskConfig
 ) -> list[Question]:
     """Return the questions of the user's `function(cfg)`, with `notes` added to their notes.
 
-    `where` names the function in error messages. Raises ConfigError for invalid questions or equal ids.
+    `where` names the function in error messages. With `are_solved` each question must have the text of a solution in
+    its payload. Raises ConfigError for invalid questions or equal ids.
     """
     questions = function(cfg)
     if not isinstance(questions, list) or not all(isinstance(question, Question) for question in questions):
         raise ConfigError(f"{where} must return a list of qerl_lab.tasks.Question.")
     for question in questions:
         try:
-            "".join((question.id, question.prompt, question.answer))
-            json.dumps(dict(question.payload))
+            json.dumps(payload := dict(question.payload))
+            "".join((question.id, question.prompt, question.answer, payload.get("solution") if are_solved else ""))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{where} returned the question {question.id!r:.80}; its id, prompt and answer must be text, and "
-                f"its payload what JSON holds: {first_line(error)}."
+                f"its payload what JSON holds{', with the text of a solution' if are_solved else ''}: {first_line(error)}."
             ) from error
     if len({question.id for question in questions}) < len(questions):
         raise ConfigError(f"{where} returned two questions of one id.")

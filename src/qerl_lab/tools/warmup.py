@@ -21,7 +21,7 @@ from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError, option
 from qerl_lab.config.out import OutputOptions, check_apart, check_free
-from qerl_lab.config.paths import sha256
+from qerl_lab.config.paths import module_hash, sha256
 from qerl_lab.config.records import WARMUP
 from qerl_lab.config.redact import redact_and_join
 from qerl_lab.config.schema import DEVICES, POCKET, TaskConfig
@@ -51,6 +51,7 @@ class WarmupOptions(OutputOptions):
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     task: str = option("gsm8k", "task with worked solutions, which are taught", choices=("arithmetic", "gsm8k"))
     task_path: str | None = option(None, "as task.path of a run: directory or hub id; null: the task's own")
+    task_module: str | None = option(None, "as task.module of a run: FILE.py with `worked(cfg)`; null: the task's own")
     instruction: str | None = option(None, "as task.instruction of a run; null: as in conf/task")
     out: str = option("", "directory to write; it can be used as any other model; required")
     epochs: float = option(3.0, "passes over the solutions; 0.1 is a try", above=0, at_most=1000)
@@ -74,9 +75,13 @@ class WarmupOptions(OutputOptions):
     overwrite: bool = option(False, "replace what is at `out`")
 
     def task_config(self) -> TaskConfig:
-        """Return the task's configuration with the path, number of questions and instruction of these options."""
-        given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
-        return tasks.read_task_config(self.task, **{key: value for key, value in given.items() if value is not None})
+        """Return the task's configuration with the path, file, number of questions and instruction of these options."""
+        return tasks.read_task_config(self.task, train_questions=self.questions, **self.given_task_keys())
+
+    def given_task_keys(self) -> dict[str, str]:
+        """Map each key of `task` that these options set for warm-up and run alike to its value."""
+        given = {"path": self.task_path, "module": self.task_module, "instruction": self.instruction}
+        return {key: value for key, value in given.items() if value is not None}
 
 
 def check(options: WarmupOptions) -> None:
@@ -86,6 +91,8 @@ def check(options: WarmupOptions) -> None:
         on_disk.check_chat_template(folder, f"model={options.model}")
     if options.task_path is not None:
         is_local(options.task_path, "task_path=")
+    if options.task_module is not None:
+        module_hash(options.task_module, "task_module=")
     if options.batch_size % min(options.micro_batch_size, options.batch_size):
         raise ConfigError(
             f"micro_batch_size={options.micro_batch_size} does not divide batch_size={options.batch_size}; allowed: a "
@@ -117,7 +124,8 @@ def warm_up(options: WarmupOptions) -> None:
     try:
         task = tasks.load(options.task_config(), training="worked")
     except ConfigError as error:
-        raise reword_path_error(error, "task_path=") from error
+        error = reword_path_error(error, "task_path=")
+        raise ConfigError(str(error).replace("task.module=", "task_module=")) from error
     for line in task.warnings:
         print(f"note: {line}", file=sys.stderr)
     folder = weight_files.local_folder(options.model, options.revision, key="model")
@@ -212,7 +220,7 @@ def train(
         logging_steps=1, logging_nan_inf_filter=False, report_to="none",
     )  # fmt: skip
     print(f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device}\n"
-          f"{len(rows):,} solutions of {options.task}, {with_noun(updates, 'update')} of {options.batch_size}, "
+          f"{len(rows):,} solutions of {Path(options.task_module or options.task).stem}, {with_noun(updates, 'update')} of {options.batch_size}, "
           f"learning rate {options.learning_rate:g}", flush=True)  # fmt: skip
     pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
     before = copy.deepcopy((model.config, model.generation_config))
@@ -242,8 +250,7 @@ def training_words(options: WarmupOptions) -> list[str]:
     words = ["+experiment=nvfp4_aqn", f"scale={scale}"]
     words += [hydra_override("model.path", terminal.format_path(options.folder))]
     words += [] if options.task == "arithmetic" else [f"task={options.task}"]
-    further = {"path": options.task_path, "instruction": options.instruction}
-    return words + [hydra_override(f"task.{key}", value) for key, value in further.items() if value is not None]
+    return words + [hydra_override(f"task.{key}", value) for key, value in options.given_task_keys().items()]
 
 
 COMMAND = Command(

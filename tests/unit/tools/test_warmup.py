@@ -177,6 +177,7 @@ def test_a_machine_of_several_gpus_shows_one_to_the_trainer(
     [
         ({"model": "/no/such/place"}, "model=/no/such/place is no directory"),
         ({"task_path": "/no/such/place"}, "task_path=/no/such/place is not there"),
+        ({"task_module": "/no/file.py"}, r"task_module=/no/file\.py is not there.*: task_module=FILE\.py"),
         ({"model": "no.gguf"}, "model=no.gguf is no file"),
         ({"batch_size": 12, "micro_batch_size": 8}, "micro_batch_size=8 does not divide batch_size=12.*batch_size=4"),
         ({"out": "MODEL/inside"}, "lie within each other"),
@@ -236,3 +237,32 @@ def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(op
     assert job.config.task.instruction == "Think, then answer (briefly)."
     assert "task=gsm8k" in training_words(replace(options, task="gsm8k"))
     assert not [word for word in training_words(options) if word.startswith("task")]
+
+
+def test_a_file_of_the_user_s_teaches_its_own_solutions(options: WarmupOptions, tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text(
+        "from qerl_lab.tasks import Question\n"
+        "def train(cfg): return [Question(str(n), f'What is {n}?', str(n), {'solution': f'say {n}'}) for n in range(9)]\n"
+        "worked = train\n"
+    )
+    options = replace(options, task_module=str(file), questions=0)
+    task = tasks.load(options.task_config(), training="worked")
+    assert [question.payload["solution"] for question in task.train] == [f"say {n}" for n in range(9)]
+    assert f"task.module={file}" in training_words(options)
+
+
+@pytest.mark.parametrize(
+    ("without", "message"),
+    [
+        ("worked = train", r"^task_module=\S+ defines train but not worked: .* Define worked\(cfg\)"),
+        (", {'solution': 1}", r"^task_module=\S+: worked\(cfg\) returned the question '1'.*with the text of a solution"),
+        ("", r"with the text of a solution: sequence item 3"),
+    ],
+)
+def test_a_file_without_solutions_is_refused_by_its_name(
+    options: WarmupOptions, tmp_path: Path, without: str, message: str
+) -> None:
+    lines = "def train(cfg): return [Question('1', 'What is 1?', '1', {'solution': 1})]\nworked = train\n"
+    (file := tmp_path / "mine.py").write_text(f"from qerl_lab.tasks import Question\n{lines.replace(without, '')}")
+    with pytest.raises(ConfigError, match=message):
+        warm_up(replace(options, task_module=str(file)))
