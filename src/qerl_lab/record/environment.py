@@ -103,17 +103,32 @@ def git_state() -> tuple[str, bool]:
     return (_git("rev-parse", "HEAD") or "unknown").strip(), bool(_git("status", "--porcelain"))
 
 
-def code_diff() -> str:
+def code_diff(module: str | None = None) -> str:
     """Return the text of code.diff: the names of untracked files, then `git diff HEAD`, without passwords and tokens.
 
-    Without a checkout it is a note with the version of the installed package, and that its changes are not known.
+    Without a checkout it is a note with the version of the installed package, and that its changes are not known. A
+    `module`, the user's file that task.module names, follows as a new file: no commit has it, and a hash cannot say
+    what was rewarded.
     """
+    new_file = _as_new_file(Path(module)) if module else ""
     if not _is_checkout():
         version = installed_versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
-        return f"# no checkout: the installed package qerl-lab {version}; changes to its files are not known\n"
+        note = f"# no checkout: the installed package qerl-lab {version}; changes to its files are not known\n"
+        return redact(note + new_file)
     untracked = (_git("ls-files", "--others", "--exclude-standard") or "").splitlines()
     note = "".join(f"# untracked: {name}\n" for name in untracked)
-    return redact(note + (_git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""))
+    return redact(note + (_git("diff", "--no-ext-diff", "--no-color", "HEAD") or "") + new_file)
+
+
+def _as_new_file(file: Path) -> str:
+    """Return a diff that creates `file`, under its name alone; empty if git tracks the file, so that a commit has it."""
+    if _is_checkout() and _git("ls-files", "--", str(file)):
+        return ""
+    text = file.read_bytes().decode("utf-8", "replace")
+    lines = text.removesuffix("\n").split("\n")
+    added = "".join(f"+{line}\n" for line in lines)
+    end = "" if text.endswith("\n") else "\\ No newline at end of file\n"
+    return f"--- /dev/null\n+++ b/{file.name}\n@@ -0,0 +1,{len(lines)} @@\n{added}{end}"
 
 
 def _is_checkout() -> bool:

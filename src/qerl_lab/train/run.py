@@ -99,7 +99,8 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
                 micro_batch_size = micro_batch.choose(cfg, session.policy, engine, session.data, ranks)
             session.sized_cfg = cfg.with_micro_batch(micro_batch_size)
             if ranks.is_first:
-                directory.write_environment(session.data.task.data, engine.linear_backend, micro_batch_size)
+                data = session.data.task.data
+                directory.write_environment(data, engine.linear_backend, micro_batch_size, cfg.task.module)
                 directory.begin_session(started)
                 print(opening_lines(session), flush=True)
                 tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)

@@ -100,6 +100,21 @@ def test_code_diff_brings_a_clean_checkout_to_what_ran(checkout: Path, run_dir: 
     assert (checkout / "src" / "a.py").read_text() == "x = 2\n"
 
 
+@pytest.mark.parametrize("text", ["a = 1\n\nb = 'ü'\r\n", "a = 1", ""])
+def test_code_diff_brings_the_file_of_the_user_s_task(checkout: Path, run_dir: Path, tmp_path: Path, text: str) -> None:
+    commit(checkout)
+    (tmp_path / "mine.py").write_bytes((text or "A_TOKEN = 'hf_" + "x" * 34 + "'\n").encode())
+    RunDirectory(run_dir).write_environment({}, module=str(tmp_path / "mine.py"))
+    git(checkout, "apply", str(run_dir / "code.diff"))
+    made = (checkout / "mine.py").read_bytes().decode()
+    assert made == text if text else ("***" in made and "xxx" not in made), "a secret stays out of the record"
+    (run_dir / "env.json").unlink()
+    git(checkout, "add", "mine.py")
+    git(checkout, "commit", "-qm", "the file")
+    RunDirectory(run_dir).write_environment({}, module=str(checkout / "mine.py"))
+    assert (run_dir / "code.diff").read_text() == "", "a commit has it"
+
+
 @pytest.mark.usefixtures("not_archived")
 def test_a_package_installed_inside_another_repository_has_no_commit(
     checkout: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
