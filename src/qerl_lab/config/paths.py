@@ -86,7 +86,8 @@ def file_hash(file: Path) -> str:
 def module_hash(file: str, prefix: str = "task.module=") -> str:
     """Return the first 12 hex digits of the SHA-256 of `file`, the Python file that task.module names.
 
-    `prefix` is what users type before the path. Raises ConfigError if the file is missing, or if its name does not end with .py.
+    `prefix` is what users type before the path. Raises ConfigError if the file is missing, or if its name does not end
+    with .py.
     """
     if file.endswith(".py") and Path(file).is_file():
         return file_hash(Path(file))

@@ -401,9 +401,10 @@ class RunDirectory:
     ) -> None:  # fmt: skip
         """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
 
-        `data` describes the questions (`Task.data`), `module` is the user's file (task.module). `linear_backend` is the kernel for 4-bit products that the engine
-        uses, or None. `micro_batch_size` is what the run takes, typed or chosen. The command comes from .typed, which
-        is then deleted; without that file it is the command of this process.
+        `data` describes the questions (`Task.data`). `linear_backend` is the kernel for 4-bit products that the engine
+        uses, or None. `micro_batch_size` is what the run takes, typed or chosen. `module` is the user's file, which
+        task.module names. The command comes from .typed, which is then deleted; without that file it is the command of
+        this process.
         """
         earlier, typed = len(list(self.path.glob("env*.json"))), self._read_json(TYPED, dict)
         number = f".{earlier + 1}" if earlier else ""

@@ -121,7 +121,7 @@ def code_diff(module: str | None = None) -> str:
 
 
 def _as_new_file(file: Path) -> str:
-    """Return a diff that creates `file`, under its name alone; empty if git tracks the file, so that a commit has it."""
+    """Return a diff that creates `file`, under its name alone; empty if the checkout's git tracks the file."""
     if _is_checkout() and _git("ls-files", "--", str(file)):
         return ""
     text = file.read_bytes().decode("utf-8", "replace")

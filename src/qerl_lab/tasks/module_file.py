@@ -116,12 +116,13 @@ def _checked_questions(
         raise ConfigError(f"{where} must return a list of qerl_lab.tasks.Question.")
     for question in questions:
         try:
-            json.dumps(payload := dict(question.payload))
-            "".join((question.id, question.prompt, question.answer, payload.get("solution") if are_solved else ""))
+            json.dumps(payload := {"solution": None, **question.payload})
+            "".join((question.id, question.prompt, question.answer, *([payload["solution"]] if are_solved else ())))
         except (TypeError, ValueError) as error:
+            with_solution = ", with the text of a solution" if are_solved else ""
             raise ConfigError(
                 f"{where} returned the question {question.id!r:.80}; its id, prompt and answer must be text, and "
-                f"its payload what JSON holds{', with the text of a solution' if are_solved else ''}: {first_line(error)}."
+                f"its payload what JSON holds{with_solution}: {first_line(error)}."
             ) from error
     if len({question.id for question in questions}) < len(questions):
         raise ConfigError(f"{where} returned two questions of one id.")

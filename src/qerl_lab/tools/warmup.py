@@ -220,8 +220,9 @@ def train(
         logging_steps=1, logging_nan_inf_filter=False, report_to="none",
     )  # fmt: skip
     print(f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device}\n"
-          f"{len(rows):,} solutions of {Path(options.task_module or options.task).stem}, {with_noun(updates, 'update')} of {options.batch_size}, "
-          f"learning rate {options.learning_rate:g}", flush=True)  # fmt: skip
+          f"{len(rows):,} solutions of {Path(options.task_module or options.task).stem}, "
+          f"{with_noun(updates, 'update')} of {options.batch_size}, learning rate {options.learning_rate:g}",
+          flush=True)  # fmt: skip
     pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
     before = copy.deepcopy((model.config, model.generation_config))
     trainer = SFTTrainer(

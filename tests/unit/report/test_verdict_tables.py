@@ -150,6 +150,23 @@ def test_claims_beside_the_results_that_were_not_typed_are_named(sweep: Path, pr
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_claims_that_the_runs_were_made_to_test_are_asked_for(sweep: Path, printed: Callable[..., str]) -> None:
+    Path("mine.yaml").write_text(CLAIMS_FILE)
+    digest = sha256(Path("mine.yaml"))
+    for run in list(sweep.glob("*-*"))[:2]:
+        settings = yaml.safe_load((run / "resolved.yaml").read_text()) | {"preregistration_sha256": digest}
+        (run / "resolved.yaml").write_text(yaml.safe_dump(settings))
+    said = f"runs were made to test other claims (SHA-256 {digest[:12]}): "
+    assert f"{said}copy their file to results/page/claims.yaml and type the same line" in printed(
+        "runs", "out=results/page"
+    )
+    shutil.copy("mine.yaml", "results/page/claims.yaml")
+    assert said not in printed("runs", "out=results/page")
+    assert f"{said}type claims=FILE" in printed("verdicts", "runs")
+    assert said not in printed("verdicts", "runs", "claims=mine.yaml")
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -242,7 +242,7 @@ def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(op
 def test_a_file_of_the_user_s_teaches_its_own_solutions(options: WarmupOptions, tmp_path: Path) -> None:
     (file := tmp_path / "mine.py").write_text(
         "from qerl_lab.tasks import Question\n"
-        "def train(cfg): return [Question(str(n), f'What is {n}?', str(n), {'solution': f'say {n}'}) for n in range(9)]\n"
+        "def train(cfg): return [Question(f'{n}', f'Say {n}.', f'{n}', {'solution': f'say {n}'}) for n in range(9)]\n"
         "worked = train\n"
     )
     options = replace(options, task_module=str(file), questions=0)
@@ -255,7 +255,10 @@ def test_a_file_of_the_user_s_teaches_its_own_solutions(options: WarmupOptions, 
     ("without", "message"),
     [
         ("worked = train", r"^task_module=\S+ defines train but not worked: .* Define worked\(cfg\)"),
-        (", {'solution': 1}", r"^task_module=\S+: worked\(cfg\) returned the question '1'.*with the text of a solution"),
+        (
+            ", {'solution': 1}",
+            r"^task_module=\S+: worked\(cfg\) returned the question '1'.*with the text of a solution",
+        ),
         ("", r"with the text of a solution: sequence item 3"),
     ],
 )
