@@ -36,11 +36,11 @@ def check_fields(
     if not isinstance(values, dict):
         given = "empty" if values is None else "no mapping"
         raise ValueError(f"{where} is {given}; write {', '.join(f'{name}: ...' for name in needed)}")
-    if lacking := sorted({*needed} - values.keys()):
-        raise ValueError(f"{where} lacks {', '.join(lacking)}")
     kinds = {**optional, **needed}
     if unknown := [str(name) for name in values if name not in kinds]:
         raise ValueError(f"{where} has {min(unknown)}, which is none of {', '.join(sorted(kinds))}")
+    if lacking := sorted({*needed} - values.keys()):
+        raise ValueError(f"{where} lacks {', '.join(lacking)}")
     found = {name: value for name, value in values.items() if name in needed or value is not None}
     for name, value in found.items():
         kind = kinds[name]

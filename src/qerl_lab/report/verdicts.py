@@ -259,7 +259,7 @@ def _explain_undecided(row: Row, numbers: Numbers, others: Sequence[PValues]) ->
     else:
         why = f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
         if numbers.questions > 1:
-            why += f" with {numbers.questions} questions: type a larger eval.questions"
+            why += f" with {numbers.questions} questions: ask more, by a larger eval.questions or held-out set"
     return [why, *_reservations(row, numbers, reached)]
 
 

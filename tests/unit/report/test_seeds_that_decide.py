@@ -118,7 +118,7 @@ def test_where_seeds_do_not_help_it_says_why_and_what_would() -> None:
     wide = measured_as(row, spread - spread.mean() + 0.01)
     assert (wide.verdict, wide.why) == (Verdict.UNDECIDED, near)
     of_seven = measured_as(row, rng.normal(size=(1, 7)) + rng.normal(0, 0.01, size=(5, 7)))
-    assert of_seven.why == f"{near} with 7 questions: type a larger eval.questions"
+    assert of_seven.why == f"{near} with 7 questions: ask more, by a larger eval.questions or held-out set"
     (same, *_) = open_equal()
     edge = measured_as(same, 0.005 * (spread - spread.mean()) + 0.02)  # the largest that makes no difference
     assert edge.why == near

@@ -200,6 +200,7 @@ def test_what_verdicts_lack_is_made_by_the_queue_beside_the_claims(sweep: Path, 
 
 @pytest.mark.parametrize(("change", "said"), [
     (("smallest: 0.01,", ""), "claim ours lacks smallest"),
+    (("smallest: 0.01,", "smalest: 0.01,"), "claim ours has smalest, which is none of added, best_of, contrasts,"),
     (("measure: accuracy_after", "measure: accuracy"), "measure accuracy is none of"),
     (("free: [format, aqn]", "free: [format.nam]"), "format.nam is no key of a run. Did you mean format.name?"),
     (('aqn.schedule: "off"', "aqn.schedule: off"), 'write "off" with its quotes'),
