@@ -73,6 +73,21 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
     assert f"2 jobs in {max(Path('runs/sweeps/adhoc').iterdir())}\n" in capfd.readouterr().out
 
 
+def test_a_sweep_with_a_deleted_run_is_named_with_what_runs_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=0,10,11"]) == 0
+    (directory,) = Path("runs/sweeps/adhoc").iterdir()
+    shutil.rmtree(directory / "1-adhoc-seed10")
+    capfd.readouterr()
+    assert main(["-m", "seed=0,10,11", "dry_run=true"]) == 0
+    typed = f"hydra.sweep.dir={directory}"
+    assert f"note: 2 of these runs are in {directory}: type {typed} to run only the others\n" in capfd.readouterr().out
+    assert main(["-m", "seed=0,10,11", typed]) == 0
+    assert sessions() == [1, 1, 1]
+    for words in (["seed=0,12"], ["seed=0,10,11", "lora.rank=4"]):  # runs of another grid are no part of this one
+        main(["-m", *words, "dry_run=true"])
+        assert "of these runs" not in capfd.readouterr().out
+
+
 def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.CaptureFixture[str]) -> None:
     for seeds in ("0,10", "11,12"):
         assert main(["-m", f"seed={seeds}", "hydra.sweep.dir=sweep"]) == 0
@@ -132,6 +147,10 @@ def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> N
     assert main(words) == 0
     assert sessions() == [1]
     test = (data / "test.jsonl").read_text()
+    moved = data.rename("moved")
+    assert main([*words[:-1], f"task.path={moved.absolute()}"]) == 0
+    assert sessions() == [1], "the same questions at another path"
+    moved.rename(data)
     (data / "test.jsonl").write_text(test.replace("9 + 1?", "9 + 2?"))
     preflight.question_counts._load_task.cache_clear()  # which another command would not have
     assert main(words) == 0

@@ -16,17 +16,19 @@ from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system.disk import lock, make_directory
-from qerl_lab.system.terminal import by_numbers
+from qerl_lab.system.terminal import by_numbers, format_path
 
 LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
+TASK_PATH = "task.path"
 
 
 def continue_sweep(plan: Plan) -> Plan:
     """Find an earlier sweep of the same jobs. Return the plan with that sweep's directories, so that its runs continue.
 
     Looks in hydra.sweep.dir if the user typed it, else in all directories beside `plan.directory`, newest first. Jobs
-    are the same if directory name, arm, seed, gpus and question files agree. Returns the plan unchanged if it finds no
-    such sweep, and for a single run.
+    are the same if directory name, arm, seed, gpus and question files agree. Returns the plan unchanged for a single
+    run, and if it finds no such sweep; but a note names the newest sweep that lacks some of the jobs and has no other
+    run, because a run that was deleted would make all others start again.
 
     Raises ConfigError if, in a typed hydra.sweep.dir, the directory of a job holds a run that differs from the job.
     """
@@ -42,11 +44,18 @@ def continue_sweep(plan: Plan) -> Plan:
                 )
             jobs.append(replace(job, begun=run.is_claimed))
         return replace(plan, jobs=jobs)
+    notes = list[str]()
     for directory in sorted(plan.directory.parent.glob("*"), reverse=True):
         jobs = [replace(job, begun=True) for job in _move_jobs(plan, directory)]
-        if all(map(_has_same_run, jobs)):
+        there = [job for job in jobs if RunDirectory(job.run_dir).is_claimed]
+        if not there or not all(map(_has_same_run, there)):
+            continue
+        if len(there) == len(jobs):
             return replace(plan, jobs=jobs, directory=directory, directory_is_fixed=True)
-    return plan
+        if not notes and len(there) == len(_run_directories(directory)):
+            typed = shell_override("hydra.sweep.dir", format_path(directory))
+            notes = [f"{len(there)} of these runs are in {format_path(directory)}: type {typed} to run only the others"]
+    return replace(plan, jobs=[replace(job, notes=[*job.notes, *notes]) for job in plan.jobs])
 
 
 def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
@@ -57,8 +66,9 @@ def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
 def _has_same_run(job: Job) -> bool:
     """Tell whether the job's directory holds a run of the same arm, seed, gpus and questions.
 
-    Questions are compared by the hashes of their files. They count as the same if the run recorded no hashes. They also
-    count as the same if files are gone now, because the run reports missing files when it resumes. Returns False for a
+    Questions are compared by the hashes of their files, so files that were moved are the same. At the same path they
+    also count as the same if the run recorded no hashes, or if the files are gone now, because the run reports missing
+    files when it resumes. Returns False for a
     run with a damaged record, which could not be resumed.
     """
     run, wanted = RunDirectory(job.run_dir), as_recorded(job.config)
@@ -68,15 +78,17 @@ def _has_same_run(job: Job) -> bool:
         recorded, data = run.settings(), run.environment().get("data") or {}
     except ConfigError:
         return False
-    is_same_arm = settings_of_arm(recorded) == settings_of_arm(wanted)
+    there, here = settings_of_arm(recorded), settings_of_arm(wanted)
+    is_same_path = there.get(TASK_PATH) == here[TASK_PATH]
+    is_same_arm = there | {TASK_PATH: here[TASK_PATH]} == here
     if not is_same_arm or any(recorded.get(key) != wanted[key] for key in ("seed", "gpus")):
         return False
     try:
         data_now = question_counts.recorded_questions(job.config) if data else {}
     except ConfigError:
-        return True
+        return is_same_path
     keys = [key for key in ("training_sha256", "heldout_sha256") if key in data and key in data_now]
-    return all(data[key] == data_now[key] for key in keys)
+    return all(data[key] == data_now[key] for key in keys) and (is_same_path or bool(keys))
 
 
 def sweep_name(directory: Path) -> str:
@@ -88,11 +100,16 @@ def plan_of_sweep(directory: Path) -> Plan | None:
     """Read the plan of an existing sweep from its directory; None if the directory has no sweep."""
     if not (directory / LOCK).exists():
         return None
-    jobs, run_dirs = list[Job](), [path.parent for path in directory.rglob("resolved.yaml")]
-    for number, path in enumerate(sorted(run_dirs, key=lambda path: by_numbers(str(path)))):
+    jobs = list[Job]()
+    for number, path in enumerate(sorted(_run_directories(directory), key=lambda path: by_numbers(str(path)))):
         run = RunDirectory(path)
         jobs.append(Job(number, run.overrides(), run.config(), path, begun=run.status != "not run"))
     return Plan(jobs, directory, directory_is_fixed=True, multirun=True)
+
+
+def _run_directories(directory: Path) -> list[Path]:
+    """List the directories of runs below a sweep's directory, in no order."""
+    return [path.parent for path in directory.rglob("resolved.yaml")]
 
 
 def claim_directories(plan: Plan, command: str) -> Plan:
