@@ -43,6 +43,11 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     the run was composed.
     """
     assert cfg.module is not None
+    if cfg.module_hash is not None and not Path(cfg.module).exists():
+        raise ConfigError(
+            f"task.module={cfg.module} was the file of task.module_hash={cfg.module_hash} when the run was composed, "
+            "and is gone. Put that file there; a link to it will do."
+        )
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
         raise ConfigError(
             f"task.module={cfg.module} was another file when the run was composed (task.module_hash={cfg.module_hash}, "

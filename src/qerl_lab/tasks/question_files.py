@@ -140,7 +140,7 @@ def is_local(path: str, prefix: str = "task.path=") -> bool:
     if local.suffix in SUFFIXES or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
         raise ConfigError(
             f"{prefix}{path} is not there; allowed: a directory, a file (.jsonl, .parquet), or a hub id such as "
-            f"openai/gsm8k. Type {prefix}DIRECTORY."
+            f"openai/gsm8k. Type {prefix}DIRECTORY, or put the questions there: a link will do."
         )
     return False
 

@@ -18,7 +18,7 @@ from qerl_lab.evaluate import __main__ as evaluate
         ("accuracy model=pocket benchmarks=gsm8k adapter=false", "adapter=false is of a run"),
         ("accuracy run=a format=nf4", "format=nf4 is of a model, and run=a has its own."),
         ("accuracy model=nowhere/at/all benchmarks=gsm8k", "model=nowhere/at/all is no directory"),
-        ("accuracy model=pocket benchmarks=gsm8k:/nowhere", "Type benchmarks=gsm8k:DIRECTORY"),
+        ("accuracy model=pocket benchmarks=gsm8k:/nowhere", "Type benchmarks=gsm8k:DIRECTORY, or put"),
         ("accuracy model=pocket benchmarks=gsm8k:/no.jsonl", "gsm8k:/no.jsonl is not there; allowed: a directory"),
         ("accuracy model=pocket benchmarks=gsm8k:", "it names no path after the colon. Type gsm8k alone"),
         ("accuracy model=pocket benchmarks=arithmetic:x", "arithmetic makes its own questions. Type arithmetic alone"),

@@ -248,11 +248,14 @@ def test_the_content_of_the_file_is_of_the_arm_and_its_place_is_not(tmp_path: Pa
     assert len(before.task.module_hash or "") == 12
 
 
-def test_a_file_that_changed_after_the_run_was_composed_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changed_or_went_after_the_run_was_composed_is_refused(tmp_path: Path) -> None:
     cfg = composed(f"task.module={file(tmp_path, REWARD)}").task
     assert tasks.load(replace(cfg, train_questions=9)).train
     file(tmp_path, REWARD + "\n")
     with pytest.raises(ConfigError, match=r"was another file when the run was composed .*Put it back as it was"):
+        tasks.load(cfg)
+    Path(cfg.module or "").unlink()
+    with pytest.raises(ConfigError, match=r"and is gone\. Put that file there; a link to it will do"):
         tasks.load(cfg)
 
 
