@@ -61,10 +61,13 @@ def _accuracy_table(comparison: Comparison, baseline: str | None) -> Table:
     if beside:
         title += ", as in the paper's Table 1"
         of_paper = "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. "
+    asked = sorted({len(run.accuracy["after"]) for runs in comparison.arms.values() for run in runs if run.accuracy})
+    numbers = " to ".join(f"{number:,}" for number in dict.fromkeys((*asked[:1], *asked[-1:])))
+    questions = f"Held-out questions of a run: {numbers}. " if asked else ""
     why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         title,
-        "Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to possible values. "
+        f"{questions}Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to possible values. "
         f"{of_paper}pass@n: questions with a right answer among n = eval.samples.",
         rows,
         f"Left out: {in_words(empty)}, since {why}." if empty else "",

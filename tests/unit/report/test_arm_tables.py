@@ -60,6 +60,7 @@ def test_accuracies_stand_beside_table_1(made: dict[str, Table]) -> None:
     mean, low, high = stats.over_seeds(paired)
     assert found["after - bf16"] == f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] (3)"
     assert cells(made["Held-out accuracy"], "bf16")["after - bf16"] == "-"
+    assert made["Held-out accuracy"].about.startswith("Held-out questions of a run: 4. Cells")
 
 
 def test_speeds_are_compared_as_ratios(made: dict[str, Table]) -> None:

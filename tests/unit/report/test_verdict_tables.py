@@ -15,6 +15,7 @@ from qerl_lab.config.paths import sha256
 from qerl_lab.report import comparison
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper, read
+from qerl_lab.report.measures import MEASURES
 from qerl_lab.report.verdict_tables import collapses, measured_cells, pipe_table
 from qerl_lab.report.verdicts import Row, family_sizes, judge
 from qerl_lab.system import exits
@@ -333,6 +334,12 @@ def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:
     speed = claims["rollout_throughput"]
     assert speed.contrasts[0].printed == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
     assert pipe_table([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+
+
+def test_the_page_has_every_measure_that_a_claim_can_name() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "verdicts.md").read_text(encoding="utf-8")
+    rows = page.partition("### Measures")[2].partition("###")[0].splitlines()
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")} >= {*MEASURES}
 
 
 def test_the_page_has_every_claim_with_its_family_sweep_and_guardrail() -> None:
