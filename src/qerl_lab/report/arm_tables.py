@@ -67,8 +67,8 @@ def _accuracy_table(comparison: Comparison, baseline: str | None) -> Table:
     why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         title,
-        f"{questions}Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to possible values. "
-        f"{of_paper}pass@n: questions with a right answer among n = eval.samples.",
+        f"{questions}Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to "
+        f"possible values. {of_paper}pass@n: questions with a right answer among n = eval.samples.",
         rows,
         f"Left out: {in_words(empty)}, since {why}." if empty else "",
     )
