@@ -68,8 +68,7 @@ def _has_same_run(job: Job) -> bool:
 
     Questions are compared by the hashes of their files, so files that were moved are the same. At the same path they
     also count as the same if the run recorded no hashes, or if the files are gone now, because the run reports missing
-    files when it resumes. Returns False for a
-    run with a damaged record, which could not be resumed.
+    files when it resumes. Returns False for a run with a damaged record, which could not be resumed.
     """
     run, wanted = RunDirectory(job.run_dir), as_recorded(job.config)
     if not run.is_claimed:

@@ -124,7 +124,10 @@ def _as_new_file(file: Path) -> str:
     """Return a diff that creates `file`, under its name alone; empty if the checkout's git tracks the file."""
     if _is_checkout() and _git("ls-files", "--", str(file)):
         return ""
-    text = file.read_bytes().decode("utf-8", "replace")
+    try:
+        text = file.read_bytes().decode("utf-8", "replace")
+    except OSError:  # gone since it was imported
+        return f"# gone: {file}\n"
     lines = text.removesuffix("\n").split("\n")
     added = "".join(f"+{line}\n" for line in lines)
     end = "" if text.endswith("\n") else "\\ No newline at end of file\n"
