@@ -240,7 +240,7 @@ def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(op
 
 
 def test_a_file_of_the_user_s_teaches_its_own_solutions(options: WarmupOptions, tmp_path: Path) -> None:
-    (file := tmp_path / "mine.py").write_text(
+    (file := tmp_path / "taught.py").write_text(
         "from qerl_lab.tasks import Question\n"
         "def train(cfg): return [Question(f'{n}', f'Say {n}.', f'{n}', {'solution': f'say {n}'}) for n in range(9)]\n"
         "worked = train\n"
@@ -266,6 +266,6 @@ def test_a_file_without_solutions_is_refused_by_its_name(
     options: WarmupOptions, tmp_path: Path, without: str, message: str
 ) -> None:
     lines = "def train(cfg): return [Question('1', 'What is 1?', '1', {'solution': 1})]\nworked = train\n"
-    (file := tmp_path / "mine.py").write_text(f"from qerl_lab.tasks import Question\n{lines.replace(without, '')}")
+    (file := tmp_path / "taught.py").write_text(f"from qerl_lab.tasks import Question\n{lines.replace(without, '')}")
     with pytest.raises(ConfigError, match=message):
         warm_up(replace(options, task_module=str(file)))
