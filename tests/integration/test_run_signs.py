@@ -51,3 +51,4 @@ def test_a_grader_that_fails_in_training_fails_the_run_and_its_traceback_is_show
         "failed: GraderFailed: task.module=.*mine.py: grade.* raised KeyError: 3 .line 4.\\.\nrun/FAILED has the trace"
     )
     assert re.search(said, ran.stderr)
+    assert "+def grade(texts, questions):" in (tmp_path / "run" / "code.diff").read_text()
