@@ -28,12 +28,12 @@ from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.linear import packable
 from qerl_lab.model.loading import empty_model, fill, tied
-from qerl_lab.model.weight_files import Stored, WeightFiles
+from qerl_lab.model.weight_files import Stored, Weights
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-class RandomWeights(WeightFiles):
+class RandomWeights(Weights):
     """Weights that are made on request instead of read: normal(0, 0.02) matrices, ones for norms, zeros for biases.
 
     The model is a Qwen2.5 of `architecture`, a value of `bench_options.ARCHITECTURES`, in bfloat16. Tensors are made on
@@ -50,10 +50,9 @@ class RandomWeights(WeightFiles):
             eos_token_id=None,  # `write` puts the end tokens into the generation config
         )  # fmt: skip
         model = empty_model(self.config, torch.bfloat16)
-        self.device = device
-        self.files = ()
         of_messages = Path("random weights")
-        self.stored = {name: Stored(of_messages, tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+        super().__init__({name: Stored(of_messages, tuple(p.shape), p.dtype) for name, p in model.named_parameters()})
+        self.device = device
         self.linears = packable(model, ignore)
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:

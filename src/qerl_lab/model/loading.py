@@ -1,6 +1,6 @@
 """Build a frozen packed model from named tensors, one fused layer at a time, so that memory holds few dense weights.
 
-The model is created on torch's meta device and filled from `WeightFiles`: a packed checkpoint, or a dense one that is
+The model is created on torch's meta device and filled from `Weights`: a packed checkpoint, or a dense one that is
 packed while it is read.
 """
 
@@ -21,7 +21,7 @@ from qerl_lab.formats import recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
-from qerl_lab.model.weight_files import WeightFiles
+from qerl_lab.model.weight_files import Weights
 
 # Tensors in old checkpoints that models compute anew.
 _COMPUTED = r"rotary_emb\.inv_freq$"
@@ -96,7 +96,7 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str, **options: Any)
 
 
 def fill(
-    model: PreTrainedModel, source: WeightFiles, packed_as: PackedAs, *, is_packed: bool, device: torch.device
+    model: PreTrainedModel, source: Weights, packed_as: PackedAs, *, is_packed: bool, device: torch.device
 ) -> PreTrainedModel:
     """Load the weights of `source` into a model made by `empty_model`; return it frozen and on `device`.
 
@@ -130,7 +130,7 @@ def fill(
 
 
 def _check_tensors(
-    model: PreTrainedModel, source: WeightFiles, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
+    model: PreTrainedModel, source: Weights, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
     packed: Sequence[str],
 ) -> None:  # fmt: skip
     """Raise ValueError unless `source` has exactly the tensors that the model needs, in valid shapes and dtypes.
@@ -170,7 +170,7 @@ def tied(model: PreTrainedModel) -> list[str]:
 
 
 def _fill_packed(
-    model: PreTrainedModel, source: WeightFiles, group: Sequence[str], weight_format: Format, device: torch.device
+    model: PreTrainedModel, source: Weights, group: Sequence[str], weight_format: Format, device: torch.device
 ) -> None:
     """Replace the Linears named in `group`, the parts of a fused layer, by `PackedLinear`s with weights of `source`.
 

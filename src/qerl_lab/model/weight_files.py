@@ -1,6 +1,8 @@
 """Read safetensors weights from a folder, with or without an index, as on the Hugging Face hub."""
 
 import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +36,34 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-class WeightFiles:
-    """Safetensors weights of a folder, by tensor name. Reads and checks headers at once, tensors on request."""
+class Weights(ABC):
+    """Weights of a model by tensor name: `stored` says where each is, with shape and dtype; `tensor` returns it."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self.stored = stored
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in stored order."""
+        return tuple(self.stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.stored[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.stored[name].dtype
+
+    def where(self, name: str) -> str:
+        """Return the path of the file that holds the tensor `name`, for messages."""
+        return str(self.stored[name].file)
+
+    @abstractmethod
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """Return the tensor `name`, in its own memory on `device`."""
+
+
+class WeightFiles(Weights):
+    """Safetensors weights of a folder, file by file. Reads and checks headers at once, tensors on request."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers of the weight files in `folder`.
@@ -44,7 +72,7 @@ class WeightFiles:
         sets of weights.
         """
         self.files = on_disk.list_weight_files(folder)
-        self.stored: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for file in self.files:
             if not file.is_file():
                 raise ValueError(
@@ -55,30 +83,16 @@ class WeightFiles:
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.offset_keys():  # in stored order
                         tensor = opened.get_slice(name)
-                        self.stored[name] = Stored(file, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
+                        stored[name] = Stored(file, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
             except SafetensorError as error:
                 raise ValueError(f"{file} cannot be read, or is not whole ({error}); download it again") from None
             except KeyError as error:
                 raise ValueError(f"{file} has a tensor in {error}; allowed: {', '.join(DTYPES)}") from None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return all tensor names, file by file, in stored order."""
-        return tuple(self.stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.stored[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.stored[name].dtype
+        super().__init__(stored)
 
     def bytes(self, name: str) -> int:
         """Return the size of the tensor `name` in bytes."""
         return torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize
-
-    def where(self, name: str) -> str:
-        """Return the path of the file that holds the tensor `name`, for messages."""
-        return str(self.stored[name].file)
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Read one tensor into its own memory, so that later changes of the file do not change it."""
