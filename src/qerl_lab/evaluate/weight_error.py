@@ -16,33 +16,39 @@ FIT_ROUNDS = 4
 def of_layers(
     packed: Mapping[str, PackedLinear], dense: WeightFiles, *, fit_scales: bool = False
 ) -> dict[str, float | None]:
-    """Sum the squared errors of the packed layers of a model against the weights in the files `dense`, in float64.
+    """Sum the squared errors of the packed layers of a model against the weights in the files `dense` (`of_layer`).
 
-    Returns `relative`, |stored - weight|^2 / |weight|^2, and `sqnr_db`, its inverse in decibels. `fit_scales` first
-    removes from the packed weights the scales that AWQ moved into the previous layer.
+    Returns `relative`, |stored - weight|^2 / |weight|^2, and `sqnr_db`, its inverse in decibels.
     """
     signal = error = 0.0
     for name, layer in packed.items():
         weight = dense.tensor(f"{name}.weight", layer.weight.device).float()
         stored = layer.weight_format.dequantize(layer.packed(), (layer.out_features, layer.in_features), torch.float32)
-        if fit_scales:
-            stored = remove_scales(weight, stored)
-        signal, error = signal + sum_of_squares(weight), error + sum_of_squares(stored - weight)
+        squares = of_layer(weight, stored, fit_scales=fit_scales)
+        signal, error = signal + squares[0], error + squares[1]
     return {"relative": error / signal, "sqnr_db": decibels(signal, error)}
 
 
-def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight: Tensor, fit_scales: bool) -> Tensor:
+def of_layer(weight: Tensor, stored: Tensor, *, fit_scales: bool) -> tuple[float, float]:
+    """Return the sums of squares of `weight[N, K]` and of the error of `stored[N, K]`, its packed copy, in float64.
+
+    `fit_scales` first scales the rows and columns of `stored` to fit `weight`, because AWQ moves scales between layers.
+    """
+    if fit_scales:
+        stored = remove_scales(weight.double(), stored.double())
+    return sum_of_squares(weight), sum_of_squares(stored - weight)
+
+
+def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight: Tensor) -> Tensor:
     """Return the weight of the Linear `name` in a packed checkpoint, dequantized: float32 [N, K].
 
-    `weight[N, K]` is the original weight; the result has its device, and is scaled to fit it if `fit_scales` is set
-    (see `remove_scales`). Raises ValueError, naming file and tensor, for tensors that `Format.accept` refuses.
+    `weight[N, K]` is the original weight; the result has its device. Raises ValueError, naming file and tensor, for
+    tensors that `Format.accept` refuses.
     """
     shape = (weight.shape[0], weight.shape[1])
     parts = {key: packed.tensor(f"{name}.{key}", weight.device) for key in weight_format.layout(shape)}
     where = packed.where(f"{name}.{next(iter(parts))}")
-    parts = weight_format.accept(parts, shape, name=f"{where}: {name}")
-    stored = weight_format.dequantize(parts, shape, torch.float32)
-    return remove_scales(weight, stored) if fit_scales else stored
+    return weight_format.dequantize(weight_format.accept(parts, shape, name=f"{where}: {name}"), shape, torch.float32)
 
 
 def remove_scales(weight: Tensor, other: Tensor) -> Tensor:

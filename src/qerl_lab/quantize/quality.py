@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
-from qerl_lab.evaluate.weight_error import decibels, stored_weight
+from qerl_lab.evaluate import weight_error
+from qerl_lab.evaluate.weight_error import decibels
 from qerl_lab.formats.format import Format
 from qerl_lab.model.weight_files import WeightFiles, lab_records
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
@@ -72,17 +73,16 @@ def measure_layer(
 ) -> tuple[float, float]:  # fmt: skip
     """Return the sums of squares of the weight of the Linear `name` and of its rounding error.
 
-    They are read from the files of dense and packed model. With `fit_scales` the rows and columns of the packed weight
-    are first scaled to fit the dense weight, because AWQ moves scales between layers. Raises ValueError, naming file
-    and Linear, if a weight is NaN, infinite, or too large to square in float32.
+    They are read from the files of dense and packed model (`weight_error.of_layer`). Raises ValueError, naming file and
+    Linear, if a weight is NaN or infinite.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
-    stored = stored_weight(weight_format, packed, name, weight, fit_scales)
-    signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - stored))
+    stored = weight_error.stored_weight(weight_format, packed, name, weight)
+    signal, error = weight_error.of_layer(weight, stored, fit_scales=fit_scales)
     if not math.isfinite(error):
         key = next(iter(weight_format.layout((weight.shape[0], weight.shape[1]))))
         file = packed.where(f"{name}.{key}") if math.isfinite(signal) else dense.where(f"{name}.weight")
-        raise ValueError(f"{file}: {name} has weights that are NaN, infinite or above 1e19: it has no SQNR")
+        raise ValueError(f"{file}: {name} has weights that are NaN or infinite: it has no SQNR")
     return signal, error
 
 

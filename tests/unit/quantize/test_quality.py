@@ -112,6 +112,19 @@ def test_a_weight_that_is_nan_is_an_error_and_no_infinite_sqnr(folders, tmp_path
         quality.measure_layer(NVFP4, *map(WeightFiles, broken), name, CPU, fit_scales=fit_scales)
 
 
+@pytest.mark.parametrize("fit_scales", [False, True])
+def test_weights_that_float32_cannot_square_have_an_sqnr(folders, tmp_path, fit_scales):
+    """Formats take weights up to 2**100, and one error counts for quality.json and for `evaluate entropy`."""
+    name, large = packable(dense_model(), ["lm_head"])[3], dense_model()
+    large.get_submodule(name).weight.data *= 2.0**80
+    files = [WeightFiles(write(tmp_path / sort, large, *how)) for write, sort, *how in (
+        (write_dense, "dense"), (write_packed, "packed", NVFP4),
+    )]  # fmt: skip
+    signal, error = quality.measure_layer(NVFP4, *files, name, CPU, fit_scales=fit_scales)
+    as_usual = quality.measure_layer(NVFP4, *map(WeightFiles, folders), name, CPU, fit_scales=fit_scales)
+    assert (signal, error) == pytest.approx([square * 2.0**160 for square in as_usual])
+
+
 def test_the_scales_that_awq_moves_are_undone_and_nothing_else():
     """W' = R (W + E) C, as where both the inputs and the outputs of a layer were rescaled."""
     torch.manual_seed(0)
