@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, OnDone, Sampling, do_nothing, refuse_incomplete
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
+from qerl_lab.tasks.module_file import Column
 
 METRICS = {  # measured column of an evaluation -> metric
     "accuracy": "accuracy", "format": "format", "tokens": "completion_tokens", "truncated": "truncated_fraction",
@@ -43,19 +45,21 @@ def ask_questions(
         for text in with_answer_start(policy.prompt(prompt), [policy.decode(completion.ids) for completion in group])
     ]
     scores = task.grade(texts, asked)
-    rows = {
+    parts = {part: score for part, score in scores.items() if part not in ("answer", "format")}
+    graded: dict[Column, Any] = {
         "id": [question.id for question in asked],
         "answer": [question.answer for question in asked],
         "draw": list(range(samples)) * len(questions),
         "accuracy": scores["answer"],
         "format": scores["format"],
-        **{part: score for part, score in scores.items() if part not in ("answer", "format")},
+    }
+    sampled: dict[Column, Any] = {
         "tokens": [len(completion.ids) for completion in out.completions],
         "truncated": [completion.finish_reason == "length" for completion in out.completions],
         "completion": texts,
         "entropy_nats": np.array([completion.entropy for completion in out.completions], float),
     }
-    return pd.DataFrame(rows)
+    return pd.concat([pd.DataFrame(graded), pd.DataFrame(parts), pd.DataFrame(sampled)], axis=1)
 
 
 def evaluate(

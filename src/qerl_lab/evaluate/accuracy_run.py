@@ -37,6 +37,7 @@ from qerl_lab.system import terminal
 from qerl_lab.system.disk import read_json, replace_file, strict_json
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.answers.completion import final_answer
+from qerl_lab.tasks.module_file import Column
 
 
 def run(options: AccuracyOptions) -> None:
@@ -184,7 +185,9 @@ def answer_missing_parts(
                 rows["accuracy"] = same_first_character(rows["completion"], rows["answer"])
             prompts = [json.dumps(task.messages(question)).encode() for question in questions]
             hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(count)]
-            columns = {"benchmark": task.name, "engine": engine, "sampling": sampling_name, "prompt_sha256": hashes}
+            columns: dict[Column, Any] = {
+                "benchmark": task.name, "engine": engine, "sampling": sampling_name, "prompt_sha256": hashes,
+            }  # fmt: skip
             rows = pd.concat([pd.DataFrame(columns, index=rows.index), rows.drop(columns="entropy_nats")], axis=1)
             replace_file(unfinished.folder / file, rows.to_parquet(index=False))
             unfinished.note(file)

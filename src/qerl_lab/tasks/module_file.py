@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
@@ -23,9 +23,9 @@ from qerl_lab.tasks.questions import UNPARSED, Question, Questions, Scores
 
 NAMES = ("train", "heldout", "grade", "weights", "worked")
 PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
-# Columns that evaluations put beside the parts of the reward.
-COLUMNS = ("benchmark", "engine", "sampling", "prompt_sha256", "id", "draw", "accuracy", "tokens", "truncated",
-           "completion", "entropy_nats")  # fmt: skip
+# Columns that evaluations put beside the parts of the reward. mypy finds an evaluation with a column that is not here.
+Column = Literal["benchmark", "engine", "sampling", "prompt_sha256", "id", "answer", "draw", "accuracy", "format",
+                 "tokens", "truncated", "completion", "entropy_nats"]  # fmt: skip
 
 
 class GraderFailed(RuntimeError):
@@ -89,8 +89,8 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
 def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
     """Check `given`, the result of `weights(cfg)`, and return the names of the parts in it.
 
-    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS, in COLUMNS
-    or names another metric of the reward.
+    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS, is a
+    Column, or names another metric of the reward.
     """
     where = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
@@ -103,7 +103,7 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
             f"{where} weighs {', '.join(taken)}, but reward/{taken[0]} is another metric of the run. Rename the part; "
             "format and answer have the keys task.format_reward and task.answer_reward."
         )
-    if taken := sorted(part for part in given if part in COLUMNS):
+    if taken := sorted(part for part in given if part in get_args(Column)):
         raise ConfigError(f"{where} weighs {', '.join(taken)}, and evaluations have such a column. Rename the part.")
     return set(given)
 
