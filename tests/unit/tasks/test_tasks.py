@@ -17,6 +17,7 @@ from qerl_lab.config import conf_folder
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.task import PAPER_INSTRUCTION, ArithmeticConfig, TaskConfig
 from qerl_lab.tasks import arithmetic
+from qerl_lab.tasks.question_sets import SOURCES
 
 PRETRAIN = runpy.run_path(str(Path(__file__).parents[3] / "results/pocket/pretrain.py"))
 DIFFICULTIES = [
@@ -51,6 +52,11 @@ def earned(task: tasks.Task, completion: str, answer: str) -> float:
     """The reward of one completion."""
     scores = task.grade([completion], [tasks.Question("", "?", answer)])
     return sum(part.item() for part in task.weighted(scores, [completion]).values())
+
+
+def test_no_question_set_hides_a_task_that_has_a_file() -> None:
+    """A name in SOURCES is looked up before the files."""
+    assert not SOURCES.keys() & {file.stem for file in Path(tasks.__file__).parent.glob("*.py")}
 
 
 # --- arithmetic
