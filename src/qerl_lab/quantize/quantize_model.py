@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qerl_lab import formats
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import spell_value
-from qerl_lab.config.message import first_line
+from qerl_lab.config.message import first_line, some_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import POCKET, FormatConfig
@@ -147,7 +148,7 @@ def read_source(options: QuantizeOptions) -> Source:
     dense = [name for name in linears if name not in packed]
     tied = [name for name in dense if not is_ignored(name, ignore)]  # to an embedding
     if isinstance(weight_format, Nf4):
-        ignore = _replace_patterns(ignore, linears)
+        ignore = _as_transformers_reads(ignore, packed, dense)
     dtype = weights.dtype(f"{packed[0]}.weight")
     config["quantization_config"] = weight_format.quantization_config([*ignore, *tied], dtype)
     return Source(folder, weights, packed, dense, config)
@@ -176,13 +177,28 @@ def _check_weight(name: str, weights: WeightFiles, model: nn.Module, folder: Pat
         raise ValueError(f"{weights.where(name)}: {name} has shape {found}, config.json asks for {asked}")
 
 
-def _replace_patterns(ignore: list[str], linears: list[str]) -> list[str]:
-    """Replace each module and each `re:` pattern in `ignore` by the full names of the Linears that it matches.
+def _as_transformers_reads(ignore: list[str], packed: list[str], dense: list[str]) -> list[str]:
+    """Return entries with which transformers leaves the same Linears dense as `ignore` does: `dense`, none of `packed`.
 
-    NF4 needs this: bitsandbytes knows no patterns, and transformers takes layers.1 for layers.10 too.
+    NF4 needs this, because transformers (`should_convert_module`) takes an entry for the beginning or the end of a
+    name, even within one of its parts, and knows no `re:`. Modules, patterns, and last parts that would leave further
+    Linears dense are replaced by the full names of those that they match. Raises ConfigError if these would too.
     """
     names = list[str]()
     for entry in ignore:
-        matched = [name for name in linears if is_ignored(name, [entry]) and not name.endswith(entry)]
-        names += matched or [entry]
+        matched = [name for name in dense if is_ignored(name, [entry])]
+        is_kept = all(name.endswith(entry) for name in matched) and not _taken_for_dense(packed, [entry])
+        names += [entry] if is_kept else matched
+    if taken := _taken_for_dense(packed, names):
+        ends = dict.fromkeys(name.rpartition(".")[2] for name in taken)
+        raise ConfigError(
+            f"ignore={spell_value(ignore)} with format=nf4 packs {some_of(taken, 1)}, and transformers, which "
+            "takes names for beginnings, would leave it dense; allowed: lists that name it too, or another format. "
+            f"Type ignore={spell_value([*ignore, *ends])}."
+        )
     return names
+
+
+def _taken_for_dense(packed: list[str], names: list[str]) -> list[str]:
+    """Return which of the Linears `packed` transformers takes for dense if `llm_int8_skip_modules` has `names`."""
+    return [name for name in packed if not should_convert_module(name, names)]

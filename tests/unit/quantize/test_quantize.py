@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from qerl_lab.model import policy
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
-from qerl_lab.quantize.quantize_model import training_overrides
+from qerl_lab.quantize.quantize_model import _as_transformers_reads, training_overrides
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tools.warmup import WarmupOptions
 from qerl_lab.tools.warmup import check as check_warmup
@@ -237,6 +238,24 @@ def test_transformers_reads_ignore_of_nf4_as_the_lab_does(here, entry):
     assert len(packed) == 7 * 10
     assert all(should_convert_module(name, skipped) for name in packed)
     assert not should_convert_module("model.layers.1.mlp.up_proj", skipped)
+
+
+def test_a_last_part_that_transformers_would_find_in_other_names_is_written_in_full():
+    """It compares ends of names too: up_proj is the end of gate_up_proj."""
+    typed, dense = ["up_proj", "v_proj", "lm_head"], ["layers.0.up_proj", "layers.0.v_proj", "lm_head"]
+    found = _as_transformers_reads(typed, ["layers.0.gate_up_proj", "layers.0.w_proj"], dense)
+    assert found == ["layers.0.up_proj", "v_proj", "lm_head"]
+
+
+def test_a_name_that_begins_another_cannot_be_left_dense_alone_in_nf4():
+    gate, other = "layers.0.gate", "layers.0.gate_proj"
+    said = (
+        f"ignore=[{gate}] with format=nf4 packs {other}, and transformers, which takes names for beginnings, would "
+        f"leave it dense; allowed: lists that name it too, or another format. Type ignore=[{gate},gate_proj]."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        _as_transformers_reads([gate], [other], [gate])
+    assert _as_transformers_reads([gate, "gate_proj"], ["layers.0.o"], [gate, other]) == [gate, "gate_proj"]
 
 
 def test_a_tied_head_is_left_dense_and_said_to_be(here):
