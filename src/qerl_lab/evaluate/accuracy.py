@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, OnDone, Sampling, do_nothing, refuse_incomplete
+from qerl_lab.system import terminal
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
 from qerl_lab.tasks.module_file import Column
@@ -44,7 +46,8 @@ def ask_questions(
         for prompt, group in zip(prompts, out.completions_P_G, strict=True)
         for text in with_answer_start(policy.prompt(prompt), [policy.decode(completion.ids) for completion in group])
     ]
-    scores = task.grade(texts, asked)
+    with terminal.say_if_slow(f"grading {with_noun(len(texts), 'completion')} of {task.name}"):
+        scores = task.grade(texts, asked)
     parts = {part: score for part, score in scores.items() if part not in ("answer", "format")}
     graded: dict[Column, Any] = {
         "id": [question.id for question in asked],

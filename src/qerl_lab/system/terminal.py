@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ SHOWN = {  # metric -> label and format on the bar
     "rollout/tokens_per_second": ("tokens/s", "{:,.0f}"),
 }
 LINES = 10  # lines printed per run if there is no terminal
+SLOW_SECONDS = 10.0  # after which `say_if_slow` prints
 
 
 class ProgressBar:
@@ -129,6 +131,21 @@ def quiet_imports() -> Iterator[None]:
 def say(text: str) -> None:
     """Print a line to standard error, above any progress bar."""
     tqdm.write(text, file=sys.stderr)
+
+
+@contextmanager
+def say_if_slow(text: str) -> Iterator[None]:
+    """Context manager: print the line `text` to standard error if the body takes longer than SLOW_SECONDS.
+
+    It is for a single call that cannot tell how far it is, so that a `ProgressBar` would have nothing to show.
+    """
+    timer = threading.Timer(SLOW_SECONDS, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def format_path(path: Path) -> str:

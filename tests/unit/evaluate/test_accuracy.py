@@ -13,7 +13,9 @@ from qerl_lab.evaluate.accuracy import ask_questions, by_question, evaluate, eva
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Completion, OnDone, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.system import terminal
 from qerl_lab.tasks import module_file
+from waiting import wait_for
 
 
 @dataclass
@@ -38,6 +40,20 @@ def test_no_part_of_a_reward_can_be_called_like_a_column(policy, tiny) -> None:
     cfg = tiny()
     rows = evaluate(Recording(), policy, tasks.load(cfg.task), cfg, range(2), 1)
     assert {*rows.columns} <= {*get_args(module_file.Column), *module_file.PARTS}
+
+
+def test_a_slow_grader_is_said_to_be_at_work(policy, tiny, monkeypatch, capsys) -> None:
+    cfg = tiny()
+    task = tasks.load(cfg.task)
+
+    def slow(texts: Sequence[str], questions: Sequence[tasks.Question]) -> tasks.Scores:
+        wait_for(lambda: "grading 2 completions of arithmetic" in capsys.readouterr().err)
+        return task.grade(texts, questions)
+
+    evaluate(Recording(), policy, task, cfg, range(2), 1)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(terminal, "SLOW_SECONDS", 0.01)
+    evaluate(Recording(), policy, replace(task, grade=slow), cfg, range(2), 1)
 
 
 def test_the_draw_follows_the_seed_of_the_run_and_nothing_else(policy, tiny) -> None:
