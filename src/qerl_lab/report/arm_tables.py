@@ -8,7 +8,7 @@ import pandas as pd
 from qerl_lab.report import reference, stats
 from qerl_lab.report.comparison import Comparison, accuracy_rows
 from qerl_lab.report.measures import FALLEN, MEASURES, SHARED, Unmeasured, has_collapsed
-from qerl_lab.report.runs import Run, first_tenth
+from qerl_lab.report.runs import SHARES, Run, first_tenth
 from qerl_lab.report.table import (
     NONE,
     Table,
@@ -20,7 +20,7 @@ from qerl_lab.report.table import (
 )
 
 COLLAPSED = "runs that collapsed"  # head of a column
-SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
+SPEEDS = ("rollout_tokens_per_second", "tokens_per_second")
 ENTROPIES = {  # further columns of the entropy table: head -> metric
     "forking tokens, first tenth": "policy/entropy_forking_nats", "other tokens": "policy/entropy_rest_nats",
     "answers, first tenth": "rollout/answer_entropy_nats",
@@ -132,7 +132,7 @@ def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
         speeds, ratios, shares, seconds = [NONE, NONE], [NONE, NONE], NONE, NONE
         if arm in alone:
             speeds = [geometric_cell(_by_seed(runs, name)) for name in SPEEDS]
-            shares = ", ".join(f"{_by_seed(runs, f'share_{name}').mean():.0%}" for name in PHASES)
+            shares = ", ".join(f"{_by_seed(runs, f'share_{name}').mean():.0%}" for name in SHARES)
             seconds = format_number(_by_seed(runs, "seconds").mean())
         if arm in alone and baseline in alone and arm != baseline:
             of_seeds = [(_by_seed(runs, name) / _by_seed(alone[baseline], name)).dropna() for name in SPEEDS]

@@ -10,6 +10,7 @@ from qerl_lab.config.message import first_and_last
 from qerl_lab.config.redact import HIDDEN
 from qerl_lab.config.spelling import shell_override
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.report import runs
 from qerl_lab.report.stats import format_interval
 from qerl_lab.system import terminal
 
@@ -33,9 +34,9 @@ def closing(result: dict[str, Any], steps: pd.DataFrame) -> str:
     cut = [result.get(f"truncated_{phase}", 0.0) for phase in ("before", "after")]
     if any(cut):
         rows.append(("  cut at the token limit", f"{cut[0]:.1%} -> {cut[1]:.1%} of the answers"))
-    share = {name: result[f"share_{name}"] for name in ("rollout", "train", "sync")}
+    share = {name: runs.share_of_time(steps, name) for name in runs.SHARES}
     for phase, words in OF_FEW_RUNS.items():
-        if (part := _share_of_time(steps, phase)) >= LEAST_SHARE:
+        if (part := runs.share_of_time(steps, phase)) >= LEAST_SHARE:
             share[words] = part
     if (rest := 1 - sum(share.values())) >= LEAST_SHARE:
         share["other (seconds/* in metrics.jsonl)"] = rest
@@ -55,14 +56,6 @@ def closing(result: dict[str, Any], steps: pd.DataFrame) -> str:
         ("memory", f"{result['memory_rss_gib']:.2f} GiB peak resident{gpu}"),
     ]
     return terminal.aligned(rows)
-
-
-def _share_of_time(steps: pd.DataFrame, phase: str) -> float:
-    """Return the seconds of a phase as a share of all seconds of the training steps; 0 if it was not recorded."""
-    training = steps.loc[1:]
-    if f"seconds/{phase}" not in training:
-        return 0.0
-    return float(training[f"seconds/{phase}"].sum() / training["step/seconds"].sum())
 
 
 def where(run_dir: Path, is_mirrored: bool | None) -> str:

@@ -30,6 +30,7 @@ KEPT = (
     "memory/rss_gib", "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
 )  # fmt: skip
 REASON = 300  # most characters of a failure's reason; the file FAILED has all
+SHARES = ("rollout", "train", "sync")  # phases of every run: their shares of the time are headline numbers
 NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
 Arm = tuple[tuple[str, str], ...]  # the settings that define an arm, sorted
 
@@ -244,6 +245,14 @@ def last_tenth(steps: pd.Series) -> pd.Series:
     return steps.tail(max(1, len(steps) // 10))
 
 
+def share_of_time(steps: pd.DataFrame, phase: str) -> float:
+    """Return the seconds of a phase as a share of all seconds of the training steps; 0 if it was not recorded."""
+    training = steps.loc[1:]
+    if f"seconds/{phase}" not in training:
+        return 0.0
+    return float(training[f"seconds/{phase}"].sum() / training["step/seconds"].sum())
+
+
 def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
     """Compute a run's summary numbers, by name: entropy, reward, speed, time, memory and accuracy.
 
@@ -265,7 +274,7 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
         "reward_last": float(last_tenth(steps["reward/mean"]).mean()),
         "tokens_per_second": float(tokens.sum() / spent),
         "rollout_tokens_per_second": float(tokens.sum() / generation.sum()),
-        **{f"share_{name}": float(steps[f"seconds/{name}"].sum() / spent) for name in ("rollout", "train", "sync")},
+        **{f"share_{name}": share_of_time(steps, name) for name in SHARES},
         "memory_rss_gib": float(steps["memory/rss_gib"].max()),
         "seconds": seconds,
     }
