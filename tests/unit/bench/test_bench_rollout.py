@@ -5,12 +5,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from bench_jobs import ARCHITECTURE, FakeSampler, fake_llm
+from played_modules import imported_over
 from qerl_lab.bench import arm_processes, gpu, rollout
 from qerl_lab.bench.bench_options import RolloutOptions
 from qerl_lab.bench.job import Job
@@ -154,6 +156,42 @@ def test_the_clock_is_the_middle_of_whole_lines() -> None:
 def test_the_cache_holds_every_sequence_and_a_block_more() -> None:
     per_token = 2 * 2 * 2 * 32 * 2  # keys and values, layers, heads, their size, bytes
     assert job_of(options(prompt=12, new=8)).kv_gib(4) * 2**30 == 5 * 256 * per_token
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_stock_vllm_without_an_adapter_loads_none_and_asks_for_none(
+    monkeypatch: pytest.MonkeyPatch, has_adapter: bool
+) -> None:
+    """With enable_lora=false, the bound of weights that the adapter is merged into."""
+    loaded, asked = [], []
+
+    class PlayedLlm:
+        def __init__(self, model: str, enable_lora: bool, **_: Any) -> None:
+            config = SimpleNamespace(lora_config="lora" if enable_lora else None)
+            self.llm_engine = SimpleNamespace(vllm_config=config, add_lora=loaded.append)
+
+        def reset_prefix_cache(self) -> bool:
+            return True
+
+        def generate(self, prompts: Any, how: Any, use_tqdm: bool, lora_request: Any) -> list[Any]:
+            asked.append(lora_request)
+            return []
+
+    def request(name: str, number: int, lora_path: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(lora_path=lora_path)
+
+    job = job_of(options())
+    job.overrides["enable_lora"] = has_adapter
+    modules = {"vllm": {"LLM": None, "SamplingParams": SimpleNamespace}, "vllm.lora": {}}
+    modules |= {"vllm.lora.request": {"LoRARequest": None}}
+    with imported_over(monkeypatch, "qerl_lab.bench.stock_vllm", modules) as stock:
+        monkeypatch.setattr(stock, "LLM", PlayedLlm)
+        monkeypatch.setattr(stock, "LoRARequest", request)
+        sampler = stock.StockSampler(job)
+        sampler.renew()
+        assert sampler.generate([[1, 2]], 8, 0) == []
+    expected = [request("policy", 1, job.adapter)] if has_adapter else []
+    assert (loaded, asked) == (expected, expected or [None])
 
 
 # Of a layer: columns of A and rows of B of q/k/v, o, gate/up and down; the lab keeps biases as they were stored too.

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from qerl_lab.cli import intent, launch, train
 from qerl_lab.cli.compose import Job, make_plan
+from qerl_lab.cli.jobs import claim_directories
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import package_data
@@ -440,6 +441,24 @@ def test_words_that_do_little_are_said():
     (note,) = only_job("format=bf16", "lora=full").notes
     assert note == "optim.learning_rate=0.001 is made for adapters; for all weights 1e-6 is usual"
     assert only_job("format=bf16", "lora=full", "optim.learning_rate=1e-6").notes == []
+
+
+def test_a_dry_run_in_a_used_directory_is_refused_as_the_run_would_be(capsys, tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").touch()
+    assert "used is not empty. Type resume=" in refused("run_dir=used dry_run=true", capsys)
+
+
+SWEEP = "seed=0,1 hydra.sweep.dir=begun device=cuda"
+
+
+@pytest.mark.parametrize(("words", "again"), [
+    ("run_dir=begun device=cuda", "resume=begun"), (SWEEP, "resume=begun"), (SWEEP, f"-m {SWEEP}"),
+])  # fmt: skip
+def test_what_was_begun_is_checked_again_before_it_goes_on(words, again, capsys):
+    """It may have begun on a machine with a GPU."""
+    claim_directories(make_plan(words.split(), multirun=words is SWEEP), "python -m qerl_lab")
+    assert "device=cuda was given, and this machine shows no GPU" in refused(again, capsys)
 
 
 def test_a_bug_in_the_callback_ends_the_command(monkeypatch):

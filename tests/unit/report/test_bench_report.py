@@ -175,6 +175,17 @@ def test_the_bar_of_a_step_is_as_long_as_the_step(train: float) -> None:
     assert [bar.get_width() for bar in whole] == pytest.approx([8.0, 0.0])
 
 
+def test_steps_of_completions_of_own_lengths_name_the_tokens_of_each_arm() -> None:
+    """Their seconds alone compare unequal work."""
+    result = steps() | {"rows": [step("bf16_trl", 8.0, tokens=12_345.6), step("nvfp4", 4.0, tokens=950.0)]}
+    labels = []
+    for mean_tokens in (0, 400.0):
+        result["options"]["mean_tokens"] = mean_tokens
+        figure = bench_figures.figure(result)
+        labels.append([label.get_text() for label in figure.axes[0].get_yticklabels()])
+    assert labels == [["bf16_trl", "nvfp4"], ["bf16_trl: 12,346 tokens", "nvfp4: 950 tokens"]]
+
+
 def test_the_table_of_steps() -> None:
     result = steps()
     result["rows"][2]["gib_by_owner"] = {"frozen base": 5.44, "activations and the rest": 9.0}

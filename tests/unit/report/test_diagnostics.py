@@ -200,6 +200,12 @@ def test_of_groups_with_equally_many_formats_the_one_with_most_runs_is_first(tmp
     assert titles == [f"optim.learning_rate={rate}" for rate in ("0.0001", "3e-05", "0.0003")]
 
 
+def test_arms_with_noise_that_differ_in_format_alone_are_no_figure_of_formats(tmp_path: Path) -> None:
+    for name in ("nvfp4", "mxfp4"):
+        make_run(tmp_path / name, "nvfp4_aqn", 0, format__name=name)
+    assert curves.group_formats(comparison.read([tmp_path])) == {}
+
+
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
     ((title, formats),) = curves.group_formats(found).items()
     assert (title, formats) == ("", {"bf16": "bf16", "nvfp4": "nvfp4"})

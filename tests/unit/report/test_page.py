@@ -16,7 +16,7 @@ from PIL import Image
 from qerl_lab.report import comparison, palette
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
-from qerl_lab.report.page import breakable, draw_all
+from qerl_lab.report.page import MOST_GROUPS, breakable, draw_all
 from qerl_lab.report.speed_tables import WITHOUT
 from run_directories import make_run
 
@@ -218,3 +218,12 @@ def test_of_runs_that_shared_a_card_no_time_and_no_speed_is_drawn_or_tabled(tmp_
     assert {name for name in names[1] if "time" in name or "throughput" in name} == set()
     assert "reward-by-step" in names[1]
     assert list(found.alone) == ["bf16"]
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_page_shows_the_first_few_figures_of_formats(tmp_path: Path) -> None:
+    for number in range(MOST_GROUPS + 1):
+        for arm in ("bf16", "nvfp4"):
+            make_run(tmp_path / f"{arm}{number}", arm, 0, optim__learning_rate=1e-4 * (number + 1))
+    names = [figure.name for figure in draw_all(comparison.read([tmp_path]), None)["Weight formats"]]
+    assert names == ["formats-by-step", *(f"formats-{number}-by-step" for number in range(2, MOST_GROUPS + 1))]
