@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Format
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.weight_files import WeightFiles
 
@@ -37,18 +36,6 @@ def of_layer(weight: Tensor, stored: Tensor, *, fit_scales: bool) -> tuple[float
     if fit_scales:
         stored = remove_scales(weight.double(), stored.double())
     return sum_of_squares(weight), sum_of_squares(stored - weight)
-
-
-def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight: Tensor) -> Tensor:
-    """Return the weight of the Linear `name` in a packed checkpoint, dequantized: float32 [N, K].
-
-    `weight[N, K]` is the original weight; the result has its device. Raises ValueError, naming file and tensor, for
-    tensors that `Format.accept` refuses.
-    """
-    shape = (weight.shape[0], weight.shape[1])
-    parts = {key: packed.tensor(f"{name}.{key}", weight.device) for key in weight_format.layout(shape)}
-    where = packed.where(f"{name}.{next(iter(parts))}")
-    return weight_format.dequantize(weight_format.accept(parts, shape, name=f"{where}: {name}"), shape, torch.float32)
 
 
 def remove_scales(weight: Tensor, other: Tensor) -> Tensor:

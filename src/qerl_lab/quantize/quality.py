@@ -74,15 +74,18 @@ def measure_layer(
     """Return the sums of squares of the weight of the Linear `name` and of its rounding error.
 
     They are read from the files of dense and packed model (`weight_error.of_layer`). Raises ValueError, naming file and
-    Linear, if a weight is NaN or infinite.
+    Linear, if a weight is NaN or infinite, or for packed tensors that `Format.accept` refuses.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
-    stored = weight_error.stored_weight(weight_format, packed, name, weight)
+    shape = (weight.shape[0], weight.shape[1])
+    parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
+    file = packed.where(f"{name}.{next(iter(parts))}")
+    parts = weight_format.accept(parts, shape, name=f"{file}: {name}")
+    stored = weight_format.dequantize(parts, shape, torch.float32)
     signal, error = weight_error.of_layer(weight, stored, fit_scales=fit_scales)
     if not math.isfinite(error):
-        key = next(iter(weight_format.layout((weight.shape[0], weight.shape[1]))))
-        file = packed.where(f"{name}.{key}") if math.isfinite(signal) else dense.where(f"{name}.weight")
-        raise ValueError(f"{file}: {name} has weights that are NaN or infinite: it has no SQNR")
+        at_fault = file if math.isfinite(signal) else dense.where(f"{name}.weight")
+        raise ValueError(f"{at_fault}: {name} has weights that are NaN or infinite: it has no SQNR")
     return signal, error
 
 
