@@ -133,23 +133,35 @@ def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
     assert sessions() == [1, 1]
 
 
-def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> None:
-    data, line = Path("data"), {"question": "1 + 1?", "answer": "#### 2"}
+def _questions(folder: str) -> Path:
+    """Write four questions for training and four others into a new `folder`; return its absolute path."""
+    data, line = Path(folder).absolute(), {"question": "1 + 1?", "answer": "#### 2"}
     data.mkdir()
     for role, first in (("train", 0), ("test", 9)):
         rows = [line | {"question": f"{first + n} + 1?"} for n in range(4)]
         (data / f"{role}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["-m", "seed=0", "task=gsm8k", f"task.path={data.absolute()}"]
-    assert main(words) == 0
-    (run,) = _runs()
+    return data
+
+
+def _record_questions(run: Path) -> None:
+    """Write the env.json of a run with the hashes of its questions, which the stand-in does not."""
     asked = tasks.load(RunDirectory(run).config().task).data
     (run / "env.json").write_text(json.dumps({"gpus": [], "data": dict(asked)}))
+
+
+def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> None:
+    data = _questions("data")
+    words = ["-m", "seed=0", "task=gsm8k", f"task.path={data}"]
+    assert main(words) == 0
+    (run,) = _runs()
+    _record_questions(run)
     assert main(words) == 0
     assert sessions() == [1]
     test = (data / "test.jsonl").read_text()
     moved = data.rename("moved")
     assert main([*words[:-1], f"task.path={moved.absolute()}"]) == 0
     assert sessions() == [1], "the same questions at another path"
+    assert main([*words[:-1], "task.path=/no/questions.jsonl"]) == 2
     moved.rename(data)
     (data / "test.jsonl").write_text(test.replace("9 + 1?", "9 + 2?"))
     preflight.question_counts._load_task.cache_clear()  # which another command would not have
@@ -159,6 +171,29 @@ def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> N
     preflight.question_counts._load_task.cache_clear()
     assert main(words) == 0  # nothing is left to run
     assert sessions() == [1, 1]
+
+
+def test_without_hashes_questions_at_another_path_are_others() -> None:
+    for folder in ("data", "copy"):
+        assert main(["-m", "seed=0", "task=gsm8k", f"task.path={_questions(folder)}"]) == 0
+    assert sessions() == [1, 1]
+
+
+def test_a_stopped_run_of_moved_questions_goes_on_with_a_link(capfd: pytest.CaptureFixture[str]) -> None:
+    data = _questions("data")
+    words = ["-m", "seed=0,1", "task=gsm8k"]
+    assert main([*words, f"task.path={data}"]) == 1
+    for run in _runs():
+        _record_questions(run)
+    moved = data.rename("moved").absolute()
+    capfd.readouterr()
+    assert main([*words, f"task.path={moved}"]) == 2
+    said = capfd.readouterr().err
+    assert f"job 1 (seed=1 task=gsm8k task.path={moved}): task.path={data} is not there" in said
+    assert "a link will do" in said
+    data.symlink_to(moved)
+    assert main([*words, f"task.path={moved}"]) == 0
+    assert sessions() == [1, 2]
 
 
 @pytest.mark.parametrize("how", ["resume", "in a pool"])

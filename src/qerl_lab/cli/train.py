@@ -315,18 +315,20 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
     uses_this_machine = is_here and not is_dry
     _check_claims(plan)
     for job in plan.jobs:
-        if job.begun and RunDirectory(job.run_dir).status == "done":
+        run = RunDirectory(job.run_dir)
+        if job.begun and run.status == "done":
             checked.append(job)
             continue
         try:
-            found = preflight.check(job.config, job.run_dir, is_here=uses_this_machine)
+            config = run.config() if job.begun else job.config  # moved questions are needed where they were
+            found = preflight.check(config, job.run_dir, is_here=uses_this_machine)
             notes = [*job.notes, *found]
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None
         try:
             if is_dry and is_here:
-                preflight.check_machine(job.config, job.run_dir)
+                preflight.check_machine(config, job.run_dir)
             elif is_dry and first.launcher != "local":
                 cluster.check_can_submit(first)
         except ConfigError as error:
