@@ -126,7 +126,7 @@ def verdicts(options: VerdictsOptions) -> None:
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
         file = folder / "verdicts.md"
-        replaced = verdict_tables.command_of(file.read_text("utf-8")) if file.exists() else line
+        replaced = verdict_tables.command_of(file.read_text("utf-8", "replace")) if file.exists() else line
         if replaced is None:
             raise ConfigError(f"out={options.out} holds a verdicts.md that no report wrote. Type another out.")
         replace_file(file, verdict_tables.markdown(compared, rows, line).encode())

@@ -87,8 +87,8 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
 
 
 def command_of(page: str) -> str | None:
-    """Return the command line in `page`, the text of a verdicts.md; None if `markdown` did not make it."""
-    found = re.match(r"# Verdicts on claims\n\nBy `(.+)`\.\n", page)
+    """Return the command line in `page`, the text of a verdicts.md; None if no version of `markdown` made it."""
+    found = re.match(r"# Verdicts on (?:the paper's )?claims\n\nBy `(.+)`\.\n", page)
     return found[1] if found else None
 
 
