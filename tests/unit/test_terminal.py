@@ -119,6 +119,16 @@ def test_a_path_is_shown_from_where_the_user_is(monkeypatch: pytest.MonkeyPatch,
     assert terminal.format_path(tmp_path / "runs") == f"{tmp_path}/runs"
 
 
+def test_what_ends_in_time_is_not_said_to_be_slow_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "SLOW_SECONDS", 0.2)
+    with pytest.raises(KeyError), terminal.say_if_slow("grading"):
+        raise KeyError
+    time.sleep(0.5)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_line_to_type_names_the_python_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(terminal.shutil, "which", lambda name: sys.executable)
     assert terminal.python_command() == "python"

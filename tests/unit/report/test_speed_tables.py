@@ -123,6 +123,15 @@ def test_steps_of_other_lengths_are_told_apart(tmp_path: Path) -> None:
     assert "lengths prompt 256, new 1,024" in made(tmp_path, steps(), steps()).tables[1].about
 
 
+def test_a_baseline_with_overrides_is_named_in_its_rows(tmp_path: Path) -> None:
+    merged = rollouts(batch=64)
+    merged["rows"][0]["arm"] += " enable_lora=false"
+    speed = made(tmp_path, rollouts(), merged)
+    named = {row[0]: row[speed.tables[0].rows[0].index("lengths")] for row in speed.tables[0].rows[1:]}
+    assert named["qwen2.5-7b, 8, 32"] == "prompt 256, new 512"
+    assert named["qwen2.5-7b, 64, 32"] == "prompt 256, new 512; BF16 is bf16_stock enable_lora=false"
+
+
 def test_prompts_of_another_length_stand_beside_no_number_of_the_paper(tmp_path: Path) -> None:
     prefill, step = rollouts(), steps()
     prefill["options"] |= {"prompt": 2048, "new": 2}
