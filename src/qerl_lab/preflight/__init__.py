@@ -5,7 +5,6 @@ If a limit is an estimate, the error names the override that lifts it (`device=c
 
 import os
 import re
-import resource
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +25,6 @@ TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens 
 SLOW_ON_A_CPU = TOO_MANY_FOR_A_CPU * 128 * 256  # parameters x tokens of a step, which take as long with a smaller model
 ELSEWHERE = "Type another directory: run_dir=DIR, of a sweep hydra.sweep.dir=DIR, of a copied run resume=COPY."
 RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, rounded up
-ADDRESS_SPACE = 2.5 * GIB  # with that a run on two cores fails in its imports; OpenBLAS, in SciPy, retries for ever
 NEEDS_GPU = (  # key, value, package, what to type instead
     ("optim.name", "adamw_8bit", "bitsandbytes", "optim=adamw"),
     ("model.attention", "flash_attention_2", "flash_attn", "model.attention=sdpa"),
@@ -69,13 +67,8 @@ def _check_writable(run_dir: Path) -> None:
 
 
 def check_machine(cfg: RunConfig, run_dir: Path) -> None:
-    """Raise ConfigError if this machine lacks what the run needs: address space, device, packages, memory, disk."""
+    """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
     folder, values, has_gpu = on_disk.local_path(cfg.model.path), values_of(cfg), machine.has_gpu()
-    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) < ADDRESS_SPACE:  # -1: no limit
-        raise ConfigError(
-            f"`ulimit -v` leaves a process {limit / GIB:.2f} GiB of address space, and importing torch and SciPy takes "
-            f"over {ADDRESS_SPACE / GIB:g} GiB; with less SciPy hangs. Type ulimit -v unlimited, in a new shell."
-        )
     _check_device(cfg, has_gpu)
     _check_model_size(cfg, folder)
     for key, value, package, remedy in NEEDS_GPU:
