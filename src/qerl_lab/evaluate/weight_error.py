@@ -34,7 +34,7 @@ def of_layer(weight: Tensor, stored: Tensor, *, fit_scales: bool) -> tuple[float
     `fit_scales` first scales the rows and columns of `stored` to fit `weight`, because AWQ moves scales between layers.
     """
     if fit_scales:
-        stored = remove_scales(weight.double(), stored.double())
+        stored = remove_scales(weight, stored)
     return sum_of_squares(weight), sum_of_squares(stored - weight)
 
 

@@ -12,18 +12,7 @@ from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
 
-
-def by_name(*kinds: type[Format]) -> dict[str, type[Format]]:
-    """Return `kinds` by NAME. Raises ValueError, naming both classes, if a second one would replace one silently."""
-    named: dict[str, type[Format]] = {}
-    for kind in kinds:
-        if (first := named.setdefault(kind.NAME, kind)) is not kind:
-            both = " and ".join(f"{same.__module__}.{same.__name__}" for same in (first, kind))
-            raise ValueError(f"{both} both have NAME={kind.NAME!r}. Give one another NAME.")
-    return named
-
-
-FORMATS = by_name(Bf16, Fp8, Mxfp4, Nf4, Nvfp4)
+FORMATS: dict[str, type[Format]] = {kind.NAME: kind for kind in (Bf16, Fp8, Mxfp4, Nf4, Nvfp4)}
 
 
 def build(chosen: Any) -> Format:

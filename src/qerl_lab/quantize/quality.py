@@ -74,7 +74,7 @@ def measure_layer(
     """Return the sums of squares of the weight of the Linear `name` and of its rounding error.
 
     They are read from the files of dense and packed model (`weight_error.of_layer`). Raises ValueError, naming file and
-    Linear, if a weight is NaN or infinite, or for packed tensors that `Format.accept` refuses.
+    Linear, if a weight is NaN, infinite or too large, or for packed tensors that `Format.accept` refuses.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
     shape = (weight.shape[0], weight.shape[1])
@@ -85,7 +85,7 @@ def measure_layer(
     signal, error = weight_error.of_layer(weight, stored, fit_scales=fit_scales)
     if not math.isfinite(error):
         at_fault = file if math.isfinite(signal) else dense.where(f"{name}.weight")
-        raise ValueError(f"{at_fault}: {name} has weights that are NaN or infinite: it has no SQNR")
+        raise ValueError(f"{at_fault}: {name} has weights that are NaN, infinite or too large: it has no SQNR")
     return signal, error
 
 

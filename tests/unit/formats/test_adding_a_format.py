@@ -15,7 +15,7 @@ from qerl_lab.cli import compose
 from qerl_lab.config import conf_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.formats import FORMATS, by_name
+from qerl_lab.formats import FORMATS
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.quantize import __main__ as quantize
@@ -111,14 +111,6 @@ def test_a_run_packs_a_dense_model_in_it_and_trains_adapters_on_it() -> None:
     for name, layer in packed.items():
         learner.model.set_submodule(name, dense_twin(layer))
     assert torch.equal(learner.model(tokens(), labels=tokens()).loss, loss)
-
-
-def test_a_second_format_of_one_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kind := FORMATS["int4"], "NAME", "nf4")
-    with pytest.raises(ValueError, match=r"^qerl_lab\.formats\.nf4\.Nf4 and int4\.Int4 both have NAME='nf4'"):
-        by_name(*FORMATS.values())
-    monkeypatch.setattr(kind, "NAME", "int4")
-    assert by_name(*FORMATS.values()) == FORMATS
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm_server"])

@@ -112,16 +112,15 @@ def test_a_weight_that_is_nan_is_an_error_and_no_infinite_sqnr(folders, tmp_path
         quality.measure_layer(NVFP4, *map(WeightFiles, broken), name, CPU, fit_scales=fit_scales)
 
 
-@pytest.mark.parametrize("fit_scales", [False, True])
-def test_weights_that_float32_cannot_square_have_an_sqnr(folders, tmp_path, fit_scales):
+def test_weights_that_float32_cannot_square_have_an_sqnr(folders, tmp_path):
     """Formats take weights up to 2**100, and one error counts for quality.json and for `evaluate entropy`."""
     name, large = packable(dense_model(), ["lm_head"])[3], dense_model()
     large.get_submodule(name).weight.data *= 2.0**80
     files = [WeightFiles(write(tmp_path / sort, large, *how)) for write, sort, *how in (
         (write_dense, "dense"), (write_packed, "packed", NVFP4),
     )]  # fmt: skip
-    signal, error = quality.measure_layer(NVFP4, *files, name, CPU, fit_scales=fit_scales)
-    as_usual = quality.measure_layer(NVFP4, *map(WeightFiles, folders), name, CPU, fit_scales=fit_scales)
+    signal, error = quality.measure_layer(NVFP4, *files, name, CPU, fit_scales=False)
+    as_usual = quality.measure_layer(NVFP4, *map(WeightFiles, folders), name, CPU, fit_scales=False)
     assert (signal, error) == pytest.approx([square * 2.0**160 for square in as_usual])
 
 
