@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, check_type, spell_value, translate_foreign_name, unknown_name_error
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
-from qerl_lab.config.spelling import unquoted
+from qerl_lab.config.spelling import shell_line, spell_list, unquoted
 from qerl_lab.system.exits import OK, Main, command
 from qerl_lab.system.processes import refuse_several_processes
 
@@ -106,8 +106,9 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
         if word.startswith("-"):
             raise unknown_flag_error(word, {key: f"{key}=VALUE" for key in types}, HELP)
         key, sign, text = word.lstrip("+").partition("=")
-        # A path may have an equals sign in it, too.
-        if bare and (not sign or (key not in types and os.path.exists(word))):
+        # A path may have an equals sign in it, or the name of a key.
+        is_there = os.path.exists(word)
+        if bare and (not sign or is_there) and (key not in types or (is_there and not sign)):
             paths.append(word)
             continue
         if not sign or not key:
@@ -176,22 +177,23 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
     if override.lower() in ("help", "version"):
         return ConfigError(f"{override} cannot be read. Type --{override.lower()}.")
     key, sign, value = override.partition("=")
-    if not sign:
+    if not sign or not key:
         return ConfigError(
             f"{override} cannot be read. Type KEY=VALUE without spaces around the sign, or leave {override} out."
         )
-    is_text = keys.get(key.lstrip("+")) in TEXT
+    kind = keys.get(key.lstrip("+"))
+    is_list = get_origin(kind) is list
     items = [item.strip() for item in value.split(",")]
-    if not is_text and any(items) and not all(items) and not set("([{'\"") & set(value):
+    if kind not in TEXT and any(items) and not all(items) and not set("([{'\"") & set(value):
         values = [item for item in items if item]
-        what = f"{key}={','.join(values)}" if len(values) > 1 else f"{key}=A,B"
-        return ConfigError(
-            f"{override} lacks a value beside a comma. Type {what} without spaces, or {key}={values[0]} for one value."
-        )
-    example = r"it\'s" if "'" in value else "a, b"
+        what = f"-m {key}={','.join(values) if len(values) > 1 else 'A,B'} without spaces, or {key}={values[0]}"
+        what = shell_line([f"{key}={spell_list(values)}"]) if is_list else f"{what} for one value"
+        return ConfigError(f"{override} lacks a value beside a comma. Type {what}.")
+    example = r"'it\'s'" if "'" in value else "'a, b'"
+    example = f"[{example}]" if is_list else example
     return ConfigError(
         f"{spell_value(override)} cannot be read. Type KEY=VALUE. If the value has a space, a quote or one of "
-        f", = ( ) [ ] {{ }} type two pairs of quotes: \"KEY='{example}'\"."
+        f', = ( ) [ ] {{ }} type two pairs of quotes: "KEY={example}".'
     )
 
 

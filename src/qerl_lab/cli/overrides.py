@@ -123,7 +123,7 @@ def _check_override(override: Override) -> None:
     field = None if name in GROUPS else field_of_key(name)
     is_glob = isinstance(override.value(), Glob)  # Hydra expands it to options of a config group later
     if override.is_sweep_override() and (not override.is_discrete_sweep() or (is_glob and field)):
-        raise ConfigError(f"{line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
+        raise ConfigError(f"{line} is not a list of jobs. Type -m {name}=a,b with a value for each job.")
     for value in [] if is_glob else _given_values(override):
         if field is None and not isinstance(value, str):  # Hydra would compose several options, or none, or raise
             raise unknown_option_error(name, value, choices_of(name))

@@ -30,8 +30,8 @@ def choices_of(group: str) -> list[str]:
 def default_option_by_group() -> dict[str, str]:
     """Map each group in the defaults list of conf/config.yaml to its option there."""
     entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    # the other entries are `schema` and `_self_`
-    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+    defaults = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]  # not schema, _self_
+    return {group.removeprefix("override "): option for group, option in defaults}
 
 
 def matching_option(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:

@@ -103,6 +103,8 @@ def test_a_path_is_typed_without_its_key(tmp_path: Path, monkeypatch: pytest.Mon
     Path("step=9").mkdir()
     read = grammar.parse_options(OnFiles, ["a (b)", "step=2", "seed=1", "~/c"], "files")
     assert (read.files, read.step) == (["a (b)", "seed=1", "~/c"], 2)
+    Path("files").mkdir()
+    assert grammar.parse_options(OnFiles, ["files"], "files").files == ["files"]
     assert grammar.parse_options(OnFiles, ["files=[a,b]"], "files").files == ["a", "b"]
     assert grammar.parse_options(OnFiles, ["step=9"], "files") == OnFiles(step=9), "the key comes first"
     assert grammar.parse_options(OnOne, ["step=2", "d"], "file") == OnOne(step=2, file="d")
@@ -114,6 +116,7 @@ def test_a_path_is_typed_without_its_key(tmp_path: Path, monkeypatch: pytest.Mon
         (OnFiles, "a sede=1", "sede is not a known key. Allowed: step, files."),
         (OnFiles, "a --step=2", "--step=2 is not a flag; keys are typed without dashes. Type step=2."),
         (OnFiles, "a files=[b]", "files is given 2 times: files=[b] a. Type one of them."),
+        (OnOne, "a step", "step has no value. Type step=VALUE, without spaces around the sign."),
         (OnOne, "a b", "file is given 2 times: a b. Type one of them."),
     ],
 )

@@ -109,7 +109,8 @@ def refused(line: str, capsys) -> str:
         # sweeps: named by their job
         ("-m lora.rank=16,-1", ["job 1 (lora.rank=-1)", "at least 0"]),
         ("-m experiment=glob(zz*)", ["no job"]),
-        ("-m seed=interval(0,1)", ["seed=range"]),
+        ("-m seed=interval(0,1)", ["Type -m seed=a,b with a value for each job."]),
+        ("-m hydra/launcher=joblob seed=0,1", ["Type for example hydra/launcher=lab."]),
         ("-m model.path=glob(*)", ["model.path=glob(*) is not a list of jobs"]),  # globs are of groups alone
         ("-m seed=0,1 run_dir=x", ["hydra.sweep.dir=x"]),
         ("hydra.run.dir=x", ["hydra.run.dir=x does nothing here", "run_dir=DIR", "hydra.sweep.dir=DIR"]),
@@ -234,13 +235,16 @@ def test_a_server_is_asked_by_one_run_at_a_time(tiny):
         ("optim.learning_rate='1e-4", "cannot be read. Type KEY=VALUE. If the value has a space"),
         (
             "-m seed=0,,1",
-            "seed=0,,1 lacks a value beside a comma. Type seed=0,1 without spaces, or seed=0 for one value.",
+            "seed=0,,1 lacks a value beside a comma. Type -m seed=0,1 without spaces, or seed=0 for one value.",
         ),
         (
             "-m seed=0, 1",
-            "seed=0, lacks a value beside a comma. Type seed=A,B without spaces, or seed=0 for one value.",
+            "seed=0, lacks a value beside a comma. Type -m seed=A,B without spaces, or seed=0 for one value.",
         ),
-        ("=5", "=5 cannot be read. Type KEY=VALUE."),
+        ("format.ignore=a,,b", "lacks a value beside a comma. Type 'format.ignore=[a,b]'."),
+        ("format.ignore=re:.*[.]0", "type two pairs of quotes: \"KEY=['a, b']\"."),
+        ("=5", "=5 cannot be read. Type KEY=VALUE without spaces around the sign, or leave =5 out."),
+        ("=5,", "=5, cannot be read. Type KEY=VALUE without spaces around the sign, or leave =5, out."),
         ("steps=1e9", "steps=1000000000 is not allowed; allowed: at most 999999. Type for example steps=999999."),
     ],
 )
