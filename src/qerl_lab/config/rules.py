@@ -15,6 +15,7 @@ from qerl_lab.config.keys import check_type, is_met, parse_condition, settings_o
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, VllmServerConfig
+from qerl_lab.config.spelling import shell_override
 
 TILES_RANKS, TILES_MAX_RANK = 8, 128  # the kernel fp4_tiles takes ranks 8, 16 ... 128
 
@@ -41,7 +42,7 @@ NEEDS = (
           "model.attention=sdpa, or optim.packing=off"),
     Needs("algorithm.name=cispo", "algorithm.epsilon_low=1",
           "it bounds the weight of a token from above alone", "algorithm.epsilon_low=1, or leave that key out"),
-    Needs("aqn.schedule=adaptive", "aqn.unit=kl", "it adapts the noise to a KL", "aqn=adaptive"),
+    Needs("aqn.schedule=adaptive", "aqn.unit=kl", "it adapts the noise to a KL", "aqn.unit=kl"),
     Needs("aqn.schedule=adaptive", "aqn.probe_prompts!=0", "they measure the KL that it adapts to",
           "aqn.probe_prompts=4, or leave that key out"),
     Needs("format.activations=fp8", "format.name=fp8", "no other format quantizes activations",
@@ -88,13 +89,13 @@ NEEDS = (
     Needs(OVERLAP, "rollout.importance_correction!=off", "its completions come from an older adapter",
           f"rollout.importance_correction=token_truncate, or {LOCKSTEP}"),
     Needs(OVERLAP, "aqn.schedule!=adaptive", "sigma of a step follows from the KL measured in the step before",
-          f"aqn=kl, or {LOCKSTEP}"),
+          f"{LOCKSTEP}, or aqn=kl"),
     *(needs for unit, start, end in (("sigma", "0.01", "5e-4"), ("kl", "3e-3", "1e-4")) for needs in (
         Needs(f"aqn.schedule!=off and aqn.unit={unit}", f"aqn.{unit}_start!=0", "it adds no noise",
-              f"aqn=off, or for example aqn.{unit}_start={start}"),
+              f"for example aqn.{unit}_start={start}, or aqn=off"),
         Needs(f"aqn.schedule=exponential and aqn.unit={unit}", f"aqn.{unit}_end!=0",
               "Eq. 8 takes the ratio of end and start, so the noise never reaches 0",
-              f"for example aqn.{unit}_end={end} or aqn=linear"),
+              f"for example aqn.{unit}_end={end}, or aqn=linear"),
     )),
     Needs("aqn.stages=1 and aqn.schedule!=off|adaptive", "aqn.reading=equation",
           "it keeps stage 1 clean, and so never adds noise",
@@ -166,28 +167,34 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> None:
         other, allowed, is_excluded = parse_condition(needs.allowed)
         given = " and ".join(f"{key}={value}" for key, value in settings_of(needs.given, values).items())
         but = "anything but " if is_excluded else ""
-        remedy = needs.remedy
-        if cfg.experiment != RunConfig().experiment:  # an experiment fixes the format, so name another experiment
-            remedy = remedy.replace("format=", "+experiment=")
         raise ConfigError(
             f"{given} with {other}={spell_value(values[other])} is not allowed, "
-            f"because {needs.why}; allowed with it: {but}{', '.join(allowed)}. Type {remedy}."
+            f"because {needs.why}; allowed with it: {but}{', '.join(allowed)}. "
+            f"Type {remedy_in_arm(cfg, needs.remedy)}."
         )
+
+
+def remedy_in_arm(cfg: RunConfig, remedy: str) -> str:
+    """Return `remedy` as it is typed for `cfg`: an experiment fixes format and noise, so another one must be named."""
+    if cfg.experiment == RunConfig().experiment:
+        return remedy
+    return re.sub(r"\baqn=\w+", r"\g<0> without +experiment", remedy.replace("format=", "+experiment="))
 
 
 def _check_addresses(cfg: RunConfig) -> None:
     """Raise ConfigError if a URL or path contains a user, password or token."""
-    store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
-    for key, url, remedy in (
+    # Not NAME=VALUE: a printed error hides the value of each such name.
+    store = "MLFLOW_TRACKING_PASSWORD (a user into MLFLOW_TRACKING_USERNAME), or the address into MLFLOW_TRACKING_URI"
+    for key, url, variable in (
         ("tracking.uri", cfg.tracking.uri, store),
-        ("model.path", cfg.model.path, "HF_TOKEN=TOKEN"),
-        ("task.path", cfg.task.path, "HF_TOKEN=TOKEN"),
-        ("rollout.vllm_server.url", cfg.rollout.vllm_server.url, "VLLM_API_KEY=KEY"),
+        ("model.path", cfg.model.path, "HF_TOKEN"),
+        ("task.path", cfg.task.path, "HF_TOKEN"),
+        ("rollout.vllm_server.url", cfg.rollout.vllm_server.url, "VLLM_API_KEY"),
     ):
         if url and (shown := url_without_secrets(url)) != url:
             raise ConfigError(
                 f"{key}={shown} has a user, a password or a token in it, which every record of the run would keep; "
-                f"allowed: an address without. Type {remedy} in front of the command."
+                f"allowed: an address without. Type it into the environment variable {variable}."
             )
 
 
@@ -196,7 +203,9 @@ def _check_names(cfg: RunConfig) -> None:
     if cfg.tracking.mlflow and cfg.tracking.uri:
         check_store("tracking.uri", cfg.tracking.uri)
     if not cfg.model.path.strip():
-        raise ConfigError("model.path= is empty; allowed: hub id, directory, pocket. Type for example model=pocket.")
+        raise ConfigError(
+            "model.path= is empty; allowed: pocket, a directory, FILE.gguf, or a hub id. Type model=pocket."
+        )
     for group, name in (("format", cfg.format.name), ("task", cfg.task.name)):
         if name not in (options := choices_of(group)):
             raise ConfigError(
@@ -229,10 +238,10 @@ def check_store(key: str, uri: str) -> None:
     """Raise ConfigError if `uri`, the value of `key`, is no address of an MLflow store, e.g. is a plain folder."""
     if "://" not in uri and uri != "databricks":
         is_host = re.fullmatch(r"[\w.-]+:\d+(/.*)?", uri)
-        meant = f"http://{uri}" if is_host else f"sqlite:///{uri}.db"
+        meant = f"http://{uri}" if is_host else f"sqlite:///{uri.removesuffix('.db')}.db"
         raise ConfigError(
             f"{key}={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and databricks. "
-            f"Type for example {key}={meant}."
+            f"Type for example {shell_override(key, meant)}."
         )
 
 
@@ -274,8 +283,8 @@ def _check_learning(cfg: RunConfig) -> None:
         )
     if not cfg.lora.target_modules or "lm_head" in cfg.lora.target_modules:
         raise ConfigError(
-            f"lora.target_modules={cfg.lora.target_modules} is not allowed; allowed: a non-empty list without lm_head "
-            "(the loss reads lm_head.weight itself, so an adapter there would never train). "
+            f"lora.target_modules={spell_value(cfg.lora.target_modules)} is not allowed; allowed: a non-empty list "
+            "without lm_head (the loss reads lm_head.weight itself, so an adapter there would never train). "
             "Type for example lora.target_modules=[q_proj,v_proj]."
         )
     check_patterns("format.ignore", cfg.format.ignore)
@@ -335,9 +344,10 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
     `why` goes into the message and says why there is only a CPU, e.g. `device=cpu was given`.
     """
     if cfg.rollout.engine == "vllm" and cfg.format.name != DENSE_FORMAT:
+        remedy = remedy_in_arm(cfg, f"rollout=transformers, or format={DENSE_FORMAT}")
         raise ConfigError(
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "
-            f"allowed there: {DENSE_FORMAT}. Type rollout=transformers, or format={DENSE_FORMAT}."
+            f"allowed there: {DENSE_FORMAT}. Type {remedy}."
         )
     if cfg.rollout.engine == "vllm" and cfg.trains_all:
         raise ConfigError(

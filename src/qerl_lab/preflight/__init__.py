@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qerl_lab.config.arm import values_of
 from qerl_lab.config.option import ConfigError, require_package
-from qerl_lab.config.rules import check_engine_on_cpu
+from qerl_lab.config.rules import check_engine_on_cpu, remedy_in_arm
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model import adapter_files, gguf, on_disk
@@ -121,7 +121,7 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
     if cfg.trains_all:  # weights and gradients in float32
         setting, weight_bytes, remedy = f"{setting} and lora=full", 8 + cfg.optim.moment_bytes, ", or lora=rank32"
     elif is_dense or not on_gpu:
-        remedy = ", or format=nvfp4 with format.dense_cache=off"
+        remedy = remedy_in_arm(cfg, ", or format=nvfp4 with format.dense_cache=off")
         if is_dense or cfg.format.dense_cache != "off":
             weight_bytes = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
     needed = count * weight_bytes

@@ -73,6 +73,11 @@ def refused(line: str, capsys) -> str:
         ("+experiment=nf4 format.scale_rule=max", ["format.scale_rule=max", "format.name=nf4", "+experiment=nvfp4"]),
         ("eval.questions=0 eval.top_p=0.3", ["in a run with eval.questions=0 and eval.every=0.", "eval.questions=256"]),
         ("aqn=linear steps=1 aqn.stages=1", ["keeps stage 1 clean", "Type aqn.reading=equation, or"]),
+        (
+            "+experiment=nf4_aqn aqn.sigma_start=0",
+            ["Type for example aqn.sigma_start=0.01, or aqn=off without +experiment."],
+        ),
+        ("+experiment=nf4 rollout=vllm device=cpu", ["Type rollout=transformers, or +experiment=bf16."]),
         ("+experiment=nf4 lora=full", ["lora.rank=0 with format.name=nf4", "Type +experiment=bf16, or lora=rank32."]),
         ("differs_in=[seed]", ["Leave differs_in out"]),
         # an arm that is no longer itself

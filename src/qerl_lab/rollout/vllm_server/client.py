@@ -77,9 +77,7 @@ class Server:
             answer = redact(" ".join(response.text.split()))[:500]
             refused = f"{self.name} refuses {path} (HTTP {response.status_code}: {answer})"
             if response.status_code in (401, 403):
-                raise EngineFailed(
-                    f"{refused}. Type {API_KEY}=KEY, the server's own, in front of the command if it wants a key."
-                )
+                raise EngineFailed(f"{refused}. Type the server's key into the environment variable {API_KEY}.")
             raise Refused(refused)
         return response.json() if "json" in kind else None
 
