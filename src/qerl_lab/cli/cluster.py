@@ -75,11 +75,13 @@ def time_limit_minutes(flags: Mapping[str, Any]) -> int:
 
     Raises ConfigError if the flag `time` is missing, unreadable, or below LEAST_MINUTES.
     """
-    match = TIME.fullmatch(str(flags.get("time", "")))
+    time = flags.get("time", "")
+    match = TIME.fullmatch(str(time))
     if match is None:
+        given = "no --time=LIMIT" if time in ("", True) else f"--time={time}"
         raise ConfigError(
-            f"slurm= has {'--time=' + str(flags['time']) if 'time' in flags else 'no --time'}; allowed: the limit of a "
-            "job as minutes, H:M:S or D-H:M:S. Type for example slurm='--partition=gpu --time=2:00:00'."
+            f"slurm= has {given}; allowed: the limit of a job as minutes, H:M:S or D-H:M:S. "
+            "Type for example slurm='--partition=gpu --time=2:00:00'."
         )
     days, hours, mins, seconds, only_minutes = (int(part) for part in match.groups(default="0"))
     limit = only_minutes or (days * 24 + hours) * 60 + mins + (seconds > 0)

@@ -31,8 +31,8 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
 
     task.path = task.path and _absolute_model_path(task.path)
     if task.module is not None:
-        task.module = _absolute_path(task.module)
-        task.module_hash = _check_hash("task.module_hash", task.module_hash, module_hash(task.module), task.module)
+        found, task.module = module_hash(task.module), _absolute_path(task.module)  # an error repeats what was typed
+        task.module_hash = _check_hash("task.module_hash", task.module_hash, found, task.module)
 
     if lora.start_from is not None:
         weights = adapter_folder(_absolute_path(lora.start_from)) / WEIGHTS
@@ -89,8 +89,8 @@ def module_hash(file: str, prefix: str = "task.module=") -> str:
     `prefix` is what users type before the path. Raises ConfigError if the file is missing, or if its name does not end
     with .py.
     """
-    if file.endswith(".py") and Path(file).is_file():
-        return file_hash(Path(file))
+    if file.endswith(".py") and (path := Path(file).expanduser()).is_file():
+        return file_hash(path)
     reason = "is not there" if file.endswith(".py") else "is no Python file"
     raise ConfigError(f"{prefix}{file} {reason}. Type the path of a Python file: {prefix}FILE.py.")
 

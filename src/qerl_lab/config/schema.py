@@ -352,7 +352,7 @@ class OptimConfig:
         Raises ConfigError if it is null: a run replaces null by a number before it trains, other commands do not.
         """
         if self.micro_batch_size is None:
-            raise ConfigError("optim.micro_batch_size=null works in a run only. Type for example 8.")
+            raise ConfigError("optim.micro_batch_size=null works in a run only. Type optim.micro_batch_size=8.")
         return self.micro_batch_size
 
     @property

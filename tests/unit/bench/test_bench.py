@@ -82,7 +82,7 @@ def test_ratios_of_steps_compare_equal_micro_batches() -> None:
         (["train_step", "model=qwen2.5-7c"], "model=qwen2.5-7c is not allowed; allowed: qwen2.5-0.5b"),
         (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, fp8, mxfp4, nf4, nvfp4, qlora. Did you mean bf16?"),
         (["train_step", "length=1"], "length=1"),
-        (["step", "arms=['nvfp4 optim.micro_batch_size=null']"], "null works in a run only. Type for example 8."),
+        (["step", "arms=['nvfp4 optim.micro_batch_size=null']"], "in a run only. Type optim.micro_batch_size=8."),
         (["train_step", "BENCHMARK=x"], "BENCHMARK is not a known key. Allowed: length, sequences, arms"),
         (["train_step"], "error: The benchmarks need an NVIDIA GPU"),
     ],

@@ -36,7 +36,7 @@ def test_a_time_limit_is_read_as_slurm_reads_it(time: str, minutes: int) -> None
 @pytest.mark.parametrize(("text", "said"), [
     ("-p gpu", "-p is not --NAME=VALUE"),
     ("--time=60 --array=0-3", "the lab sets --array"),
-    ("--partition=gpu", "no --time"),
+    ("--partition=gpu", "has no --time=LIMIT;"), ("--time", "has no --time=LIMIT;"),
     ("--time=soon", "--time=soon"),
     ("--time=9", "--time in slurm= is 9 minutes"),
     ("--comment='two words --time=60", "No closing quotation"),

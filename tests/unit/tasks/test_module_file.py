@@ -260,8 +260,8 @@ def test_a_file_that_changed_or_went_after_the_run_was_composed_is_refused(tmp_p
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ("task.module=nowhere.py", "nowhere.py is not there. Type the path of a Python file: task.module=FILE.py."),
-    ("task.module=.", "is no Python file"), ("task.module=text.txt", "text.txt is no Python file"),
+    ("task.module=nowhere.py", "task.module=nowhere.py is not there. Type the path of a Python file: task.module=FILE"),
+    ("task.module=", "task.module= is no Python file"), ("task.module=text.txt", "text.txt is no Python file"),
 ])  # fmt: skip
 def test_words_that_name_no_file_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
