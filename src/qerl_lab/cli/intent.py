@@ -60,6 +60,9 @@ CONDITIONAL_KEYS = (
     *(ConditionalKeys(key, f"rollout.engine={'|'.join(engines)}", f"rollout={engines[0]}")
       for key, engines in ENGINE_KEYS.items()),
     ConditionalKeys("lora. rollout.vllm.lora", "lora.rank!=0", "lora=rank32"),
+    ConditionalKeys("task.module_hash", "task.module!=null", "task.module=FILE.py"),
+    ConditionalKeys("lora.start_hash", "lora.start_from!=null", "lora.start_from=RUN_DIR"),
+    ConditionalKeys("preregistration_sha256", "preregistration!=null", "preregistration=FILE.yaml"),
     ConditionalKeys("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
             "rollout.importance_correction=token_truncate"),
     ConditionalKeys("slurm", "launcher=slurm", "launcher=slurm"),
@@ -150,6 +153,8 @@ def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
     path = cfg.model.path
     if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():
         inert["model.revision"] = ConditionalKeys("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
+    if not Path(path).is_absolute():
+        inert["model.hash"] = ConditionalKeys("model.hash", "model.path=DIR", "model.path=DIR")
     if cfg.task.module:
         of_questions = [key for key in inert if key == "task.path" or key.startswith("task.columns.")]
         is_any_set = any(values[key] is not None for key in of_questions)  # first: makes_questions imports the module

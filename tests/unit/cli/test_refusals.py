@@ -79,6 +79,13 @@ def refused(line: str, capsys) -> str:
         ),
         ("+experiment=nf4 rollout=vllm device=cpu", ["Type rollout=transformers, or +experiment=bf16."]),
         ("+experiment=nf4 lora=full", ["lora.rank=0 with format.name=nf4", "Type +experiment=bf16, or lora=rank32."]),
+        (
+            "model.hash=0a",
+            ["does nothing in a run with model.path=pocket. Leave model.hash out", "model.path=DIR."],
+        ),
+        ("task.module_hash=0a", ["does nothing in a run with task.module=null. Leave task.module_hash out"]),
+        ("lora.start_hash=0a", ["does nothing in a run with lora.start_from=null. Leave lora.start_hash out"]),
+        ("preregistration_sha256=0a", ["does nothing in a run with preregistration=null. Leave"]),
         ("differs_in=[seed]", ["Leave differs_in out"]),
         # an arm that is no longer itself
         ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "leave experiment=nvfp4_aqn out."]),
