@@ -77,10 +77,8 @@ class RunDirectory:
                 f"the run directory {self.path} has a finished run. Type run_dir=DIR for a new run, or "
                 f"{resume_override(self.path)} steps=N to extend it."
             )
-        raise ConfigError(
-            f"the run directory {self.path} is not empty. "
-            f"Type {resume_override(self.path)} alone to continue the run in it, or run_dir=DIR for a new run."
-        )
+        goes_on = f"{resume_override(self.path)} alone to continue the run in it, or " if self.is_claimed else ""
+        raise ConfigError(f"the run directory {self.path} is not empty. Type {goes_on}run_dir=DIR for a new run.")
 
     def claim(self, cfg: RunConfig, typed: TypedCommand) -> None:
         """Create the directory, with `cfg` in resolved.yaml and the command `typed` in QUEUED."""
@@ -514,7 +512,7 @@ class RunDirectory:
         metrics.check_steps(lines, steps)
         self.evaluations()  # a damaged file would replace the copy in a mirror
         if is_done and settings.get("eval.questions") != "0" and not (self.path / EVALUATIONS).exists():
-            raise ConfigError(f"{EVALUATIONS} is missing")
+            raise ConfigError(f"{EVALUATIONS} is missing. Move {DONE} away and resume the run, which then writes it.")
         self.samples()
         return lines
 

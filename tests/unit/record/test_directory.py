@@ -71,6 +71,8 @@ def test_the_sessions_of_a_run_stand_in_their_order(tmp_path: Path) -> None:
 def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"is not empty\. Type resume="):
         run.claim(RunConfig(seed=4), TYPED)
+    with pytest.raises(ConfigError, match=r"is not empty\. Type run_dir=DIR for a new run\."):  # it holds no run
+        RunDirectory(tmp_path).claim(RunConfig(seed=4), TYPED)
     with monkeypatch.context() as patch:  # both commands found nothing there
         patch.setattr(RunDirectory, "refuse_used", lambda run: None)
         with pytest.raises(FileExistsError):
