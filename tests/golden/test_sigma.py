@@ -64,12 +64,6 @@ def test_step_0_is_clean(schedule: str, reading: str) -> None:
     assert level(config(schedule, reading), 0, 8) == 0.0
 
 
-@pytest.mark.parametrize("step", [-1, 9])
-def test_a_step_outside_of_the_run_has_no_level(step: int) -> None:
-    with pytest.raises(ValueError, match=rf"step={step} is outside 0\.\.8"):
-        level(config("exponential", "released"), step, 8)
-
-
 @pytest.mark.parametrize("reading", READINGS)
 def test_off_is_clean_at_every_step(reading: str) -> None:
     assert values(config("off", reading), 8) == [0.0] * 8

@@ -10,7 +10,6 @@ from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.rules import validate
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory
@@ -166,7 +165,6 @@ def extend_run(run: RunDirectory, steps: int) -> None:
             f"Type {shell_override(*started_from)} to begin a new run with its weights."
         )
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
-    validate(cfg)
     run.check()
     run.starting_point()  # raises for a record that lacks a step, while DONE still exists
     preflight.check(cfg, run.path)

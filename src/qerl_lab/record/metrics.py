@@ -221,13 +221,8 @@ def metrics_table() -> str:
 
 
 def declared_metrics(parts: Iterable[str] = ()) -> dict[str, Metric]:
-    """Return all metrics of a run: METRICS, with `reward/<part>` replaced by one metric for each of `parts`.
-
-    Raises ValueError if a part has the name of another reward metric, such as "mean".
-    """
+    """Return all metrics of a run: METRICS, with `reward/<part>` replaced by one metric for each of `parts`."""
     of_parts = {PART.replace("<part>", part): METRICS[PART] for part in parts}
-    if taken := of_parts.keys() & METRICS.keys():
-        raise ValueError(f"a part of the reward is called {sorted(taken)}, which is another metric")
     return {name: metric for name, metric in METRICS.items() if name != PART} | of_parts
 
 

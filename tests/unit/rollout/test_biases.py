@@ -233,7 +233,7 @@ def test_a_layer_that_the_format_leaves_dense_goes_by_its_own_product(
     """One of format.ignore, beside packed ones that have the run's routes."""
     torch.manual_seed(0)
     layer, dense = nn.Module(), torch.randn(N, K)
-    layer.tp_size, layer.weight_loader = 1, None
+    layer.weight_loader = None
     layer.bias = nn.Parameter(torch.zeros(N), requires_grad=False)
     monkeypatch.setattr(Kernel, "create_weights", lambda *_, **__: None, raising=False)
     base = type("Dense", (Kernel, one_adapter.UnquantizedLinearMethod), {})(dense)

@@ -270,7 +270,11 @@ def aborted(said: Any) -> Any:
     [
         (COMPLETIONS, aborted, "ended a completion by 'abort'"),
         (COMPLETIONS, refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),
-        (COMPLETIONS, refusal(403, "session expired"), "HTTP 403: .*session expired.* into the environment variable VLLM_API_KEY"),
+        (
+            COMPLETIONS,
+            refusal(403, "session expired"),
+            "HTTP 403: .*session expired.* into the environment variable VLLM_API_KEY",
+        ),
         (COMPLETIONS, (302, "<html>moved</html>"), "HTTP 302: <html>moved"),
         (COMPLETIONS, (200, "<html>log in</html>"), "HTTP 200: <html>log in"),
         ("/reset_prefix_cache", lambda said: {"success": False}, "kept its prefix cache"),
@@ -353,7 +357,10 @@ W8A8 = fp8.W8A8.quantization_config(["lm_head"], torch.float32)
         (norms(torch.Tensor.float, 0), ["has no layer model.layers.0.input_layernorm"]),
         (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
         (fault(COMPLETIONS, refusal(400, "not JSON compliant: nan")), ["nan nats a token away"]),
-        (fault(MODELS, refusal(401, "Unauthorized")), ["Type the server's key into the environment variable VLLM_API_KEY."]),
+        (
+            fault(MODELS, refusal(401, "Unauthorized")),
+            ["Type the server's key into the environment variable VLLM_API_KEY."],
+        ),
         (fault(RPC, refusal(404, "Not Found")), ["refuses /collective_rpc (HTTP 404", "serve_line"]),
         (fault("/v1/load_lora_adapter", refusal(404, "No adapter found")), ["cannot load the adapter", "adapter_dir"]),
     ],

@@ -18,7 +18,6 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
-from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
@@ -46,8 +45,6 @@ def test_a_task_names_the_parts_of_its_reward_and_no_other_is_logged(cfg: RunCon
     with pytest.raises(ValueError, match=r"'reward/<part>'\] are not declared"):
         tracker.log(2, {"reward/<part>": 1.0})
     assert steps(tmp_path) == [1]
-    with pytest.raises(ValueError, match=r"called \['reward/std'\], which is another metric"):
-        declared_metrics(["format", "std"])
 
 
 def test_docs_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,12 +222,7 @@ class OneAdapterMethod(LinearMethodBase):
         self, layer: LinearBase, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
         output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
-        """Override vLLM's hook: create base weights and a zero adapter. Raises ConfigError under tensor parallelism."""
-        if layer.tp_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={layer.tp_size} is not allowed with the dense products of one adapter; allowed: "
-                "1, with a copy of the model on each GPU."
-            )
+        """Override vLLM's hook: create base weights and a zero adapter. The engine sets no tensor parallelism."""
         if type(self.base).__name__ not in WEIGHT_LOADER_V2_SUPPORTED:  # vLLM chose the loader by our class name
             extra_weight_attrs["weight_loader"] = layer.weight_loader
         self.base.create_weights(
