@@ -75,10 +75,9 @@ def time_limit_minutes(flags: Mapping[str, Any]) -> int:
 
     Raises ConfigError if the flag `time` is missing, unreadable, or below LEAST_MINUTES.
     """
-    time = flags.get("time", "")
-    match = TIME.fullmatch(str(time))
+    match = TIME.fullmatch(str(flags.get("time", "")))
     if match is None:
-        given = "no --time=LIMIT" if time in ("", True) else f"--time={time}"
+        given = "no --time=LIMIT" if flags.get("time", True) is True else f"--time={flags['time']}"
         raise ConfigError(
             f"slurm= has {given}; allowed: the limit of a job as minutes, H:M:S or D-H:M:S. "
             "Type for example slurm='--partition=gpu --time=2:00:00'."
