@@ -58,7 +58,7 @@ NEEDS = (
     Needs("rollout.vllm.linear_backend=marlin|humming", "format.name=nvfp4|mxfp4|fp8",
           "it has no kernel for other formats", NO_KERNEL),
     Needs(TILES, "rollout.engine!=vllm_server", "it is a kernel of the lab's, which no server has",
-          f"{NO_KERNEL}, or rollout=vllm"),
+          f"rollout=vllm, or {NO_KERNEL}"),
     Needs(TILES, "model.dtype!=float32", "it computes in bfloat16 alone", f"model.dtype=bfloat16, or {NO_KERNEL}"),
     Needs(TILES, "format.name=nvfp4", "it has no kernel for other formats", f"{NO_KERNEL}, or format=nvfp4"),
     Needs(TILES, f"lora.rank={'|'.join(map(str, range(TILES_RANKS, TILES_MAX_RANK + 1, TILES_RANKS)))}",
@@ -153,9 +153,10 @@ def validate(cfg: RunConfig) -> None:
 def check_engine(cfg: RunConfig) -> None:
     """Raise ConfigError if a setting of `cfg` excludes its rollout engine.
 
-    For an evaluation, which may replace the engine of a run.
+    For an evaluation, which may replace the engine of a run. So an error names the first remedy alone, an engine.
     """
-    _check_needs(cfg, [needs for needs in NEEDS if needs.allowed.startswith("rollout.engine")])
+    rows = [needs for needs in NEEDS if needs.allowed.startswith("rollout.engine")]
+    _check_needs(cfg, [needs._replace(remedy=needs.remedy.partition(",")[0]) for needs in rows])
 
 
 def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> None:

@@ -147,8 +147,9 @@ def test_an_engine_that_an_evaluation_takes_must_fit_the_run(tiny) -> None:
     cfg = tiny(format__name="nvfp4")
     check_engine(cfg)
     cfg.format.name, cfg.rollout.engine = "mine", "vllm"
-    with pytest.raises(ConfigError, match=r"^format\.name=mine with rollout\.engine=vllm is not allowed"):
+    with pytest.raises(ConfigError, match=r"^format\.name=mine with rollout\.engine=vllm is not allowed") as refused:
         check_engine(cfg)
+    assert str(refused.value).endswith("Type rollout=transformers."), "format=nvfp4 is of a run alone"
 
 
 def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exist() -> None:
