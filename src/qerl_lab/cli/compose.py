@@ -155,8 +155,8 @@ def _refuse_equal_jobs(jobs: Sequence[Job]) -> None:
     for job in jobs:
         if (other := first_by_directory.setdefault(job.run_dir, job.number)) != job.number:
             raise ConfigError(
-                f"jobs {other} and {job.number} would share the run directory {job.run_dir}; allowed: a "
-                "hydra.sweep.subdir that differs between jobs. Leave it out, or put ${hydra.job.num} in it."
+                f"jobs {other} and {job.number} would share the run directory {job.run_dir}; allowed: a value that "
+                "differs between jobs. Leave hydra.sweep.subdir out, or type 'hydra.sweep.subdir=${hydra.job.num}'."
             )
         if (other := first_by_config.setdefault(repr(job.config), job.number)) != job.number:
             raise ConfigError(

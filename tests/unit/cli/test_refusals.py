@@ -126,7 +126,7 @@ def refused(line: str, capsys) -> str:
         ("-m model.path=glob(*)", ["model.path=glob(*) is not a list of jobs"]),  # globs are of groups alone
         ("-m seed=0,1 run_dir=x", ["hydra.sweep.dir=x"]),
         ("hydra.run.dir=x", ["hydra.run.dir=x does nothing here", "run_dir=DIR", "hydra.sweep.dir=DIR"]),
-        ("-m seed=0,1 hydra.sweep.subdir=x", ["jobs 0 and 1 would share", "hydra.job.num"]),
+        ("-m seed=0,1 hydra.sweep.subdir=x", ["would share", "type 'hydra.sweep.subdir=${hydra.job.num}'."]),
         ("-m sweeps=algorithms,lora_rank", ["is several sweeps", "Type +sweeps=NAME"]),
         ("-m seed=0,1,0", ["jobs 0 and 2 are the same run (seed=0)", "Leave out one"]),
         # words about jobs where they do nothing
