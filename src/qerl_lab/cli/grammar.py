@@ -189,8 +189,7 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
         what = f"-m {key}={','.join(values) if len(values) > 1 else 'A,B'} without spaces, or {key}={values[0]}"
         what = shell_line([f"{key}={spell_list(values)}"]) if is_list else f"{what} for one value"
         return ConfigError(f"{override} lacks a value beside a comma. Type {what}.")
-    example = r"'it\'s'" if "'" in value else "'a, b'"
-    example = f"[{example}]" if is_list else example
+    example = "['a, b']" if is_list else r"'it\'s'" if "'" in value else "'a, b'"
     return ConfigError(
         f"{spell_value(override)} cannot be read. Type KEY=VALUE. If the value has a space, a quote or one of "
         f', = ( ) [ ] {{ }} type two pairs of quotes: "KEY={example}".'

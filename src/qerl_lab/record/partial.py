@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.spelling import shell_line
 from qerl_lab.system.disk import lock, make_directory, make_readable, read_json, replace_file
 
 JOURNAL = "journal.json"
@@ -104,7 +105,7 @@ def _other_options_error(folder: Path, begun: Mapping[str, Any], now: Mapping[st
         return ConfigError(
             f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."
         )
-    then, given = (" ".join(f"{key}={spell_value(values.get(key))}" for key in keys) for values in (begun, now))
+    then, given = (shell_line([f"{key}={spell_value(values.get(key))}" for key in keys]) for values in (begun, now))
     return ConfigError(
         f"{folder} was begun with {then}, and now {given} is given. "
         f"Type {then} to continue, another out, or overwrite=true to start again."

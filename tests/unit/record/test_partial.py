@@ -43,7 +43,7 @@ def test_the_same_command_finds_what_is_complete(tmp_path):
     ("change", "parts"),
     [
         ({"format": "mxfp4"}, ["format=nvfp4", "format=mxfp4 is given", "overwrite=true"]),
-        ({"ignore": []}, ["ignore=[lm_head]", "ignore=[]"]),
+        ({"ignore": []}, ["Type 'ignore=[lm_head]' to continue", "ignore=[]"]),
         ({"model": {"a": [1, 3]}}, ["other files than model has now", "overwrite=true"]),
     ],
 )
