@@ -148,7 +148,7 @@ def load_policy(subject: Subject) -> Policy:
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     loaded = policy.build(cfg, policy.device_of(cfg.device), fits_norms=True)
-    loaded.chat.day = subject.day
+    loaded.chat.day, loaded.chat.key = subject.day, "instruction"
     loaded.model.requires_grad_(False)  # so that the engine keeps no room for gradients
     if subject.adapter is not None:
         policy.load_adapter(loaded.model, subject.adapter)

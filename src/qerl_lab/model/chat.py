@@ -12,24 +12,21 @@ from qerl_lab.config.option import ConfigError
 
 # How a tokenizer was loaded. transformers (5.17) saves this as if it were a property of the tokenizer.
 LOADING_OPTIONS = ("is_local", "local_files_only")
-# For each role: what the model never reads if the template leaves out its message, and what the user can type then.
-LEFT_OUT = {
-    "system": ("the instruction", "Type task.instruction='', or another model"),
-    "user": ("the question", "Type another model"),
-}
+LEFT_OUT = {"system": "the instruction", "user": "the question"}  # role -> what the model never reads without it
 
 
 class Chat:
     """Renders chats with a tokenizer's template.
 
     Attributes:
+        key: the key with which the user sets the instruction, for messages; empty in a command without one.
         day: the date for templates that write a date. A run keeps the day of its start when it resumes, so that its
             prompts stay the same.
         writes_date: whether the template has asked for the date.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.day, self.writes_date = tokenizer, date.today(), False
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str = "task.instruction") -> None:
+        self.tokenizer, self.key, self.day, self.writes_date = tokenizer, key, date.today(), False
 
     @property
     def notes(self) -> list[str]:
@@ -43,22 +40,18 @@ class Chat:
         message out.
         """
         template = f"the chat template of {self.tokenizer.name_or_path}"
+        another = "another model, or put a chat_template.jinja into its directory that writes every message."
+        remedy = f"Type {self.key}='' if it takes no system message, or {another}" if self.key else f"Type {another}"
         try:
             text = self._apply_template(messages, tokenize=False)
             ids = self._apply_template(messages, return_dict=True)["input_ids"]
         except Exception as error:  # a template is a program and may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            raise ConfigError(
-                f"{template} refuses the questions ({kind}{in_one_line(error)}). "
-                "Where it takes no system message, type task.instruction=''."
-            ) from error
-        for message in messages:
+            raise ConfigError(f"{template} refuses the questions ({kind}{in_one_line(error)}). {remedy}") from error
+        for message in reversed(messages):  # the question first, because no instruction mends a template without it
             if message["content"].strip() not in text:
-                what, remedy = LEFT_OUT[message["role"]]
-                raise ConfigError(
-                    f"{template} leaves out {what}, so that the model would never read it. {remedy}, or put a "
-                    "chat_template.jinja into its directory that writes every message."
-                )
+                said = f"{template} leaves out {LEFT_OUT[message['role']]}, so that the model would never read it."
+                raise ConfigError(f"{said} {remedy if message['role'] == 'system' else f'Type {another}'}")
         return ids
 
     def _apply_template(self, messages: list[dict[str, str]], **output: bool) -> Any:

@@ -179,7 +179,7 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
     """
     from qerl_lab.model.chat import Chat
 
-    chat = Chat(tokenizer)
+    chat = Chat(tokenizer, "instruction")
     rows = [worked_example(chat, task, question) for question in task.train]
     rows = [row for row in rows if len(row["input_ids"]) <= max_tokens]
     for note in chat.notes:
@@ -188,7 +188,7 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
     if not rows:
         raise ConfigError(
             f"{task.name} has no worked solution, or none fits: {left_out:,} are longer than max_tokens={max_tokens}. "
-            "Type a larger max_tokens, or task_path=DIRECTORY with train.jsonl."
+            "Type a larger max_tokens, or task_path=DIRECTORY with train.jsonl and test.jsonl."
         )
     if left_out:
         print(f"note: {left_out} examples are left out, because they are longer than max_tokens={max_tokens}")

@@ -40,6 +40,7 @@ def test_a_prompt_is_what_the_template_writes() -> None:
     ("{{ raise_exception('no system role') }}", ["refuses the questions (no system role)", "task.instruction=''"]),
     ("{{ 1 // 0 }}", ["refuses the questions (ZeroDivisionError: "]),
     ("{% for %}", ["refuses the questions ("]),
+    ("none of them", ["leaves out the question", "Type another model, or put a chat_template.jinja"]),
 ])  # fmt: skip
 def test_a_template_that_does_not_write_the_question_is_refused_in_a_line(template: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -47,6 +48,19 @@ def test_a_template_that_does_not_write_the_question_is_refused_in_a_line(templa
     said = str(refused.value)
     assert all(word in said for word in [*words, f"the chat template of {ASSETS}"])
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("template", ["{{ messages[-1].content }}", "{{ raise_exception('no system role') }}"])
+@pytest.mark.parametrize(("key", "remedy"), [
+    ("task.instruction", "Type task.instruction='' if it takes no system message, or another model, or put a "),
+    ("instruction", "Type instruction='' if it takes no system message, or another model, or put a "),
+    ("", "Type another model, or put a "),
+])  # fmt: skip
+def test_what_to_type_is_a_key_of_the_command(template: str, key: str, remedy: str) -> None:
+    chat = with_template(template)
+    chat.key = key
+    with pytest.raises(ConfigError, match=remedy):
+        chat.prompt_ids(ASKED)
 
 
 def test_every_question_is_looked_at() -> None:
