@@ -1,5 +1,7 @@
 """Commands that measure a policy: `python -m qerl_lab.evaluate accuracy|compare|entropy|sigma KEY=VALUE ...`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from qerl_lab.cli.grammar import Command, main_of
@@ -17,6 +19,16 @@ from qerl_lab.evaluate.evaluate_options import (
 from qerl_lab.system import exits, terminal
 
 
+@contextmanager
+def naming(model: str) -> Iterator[None]:
+    """Context manager: in a ConfigError about `model` write the key `model`, which users type here, for model.path."""
+    try:
+        yield
+    except ConfigError as error:
+        said = str(error).replace(f"model.path={model}", f"model={model}") if model else str(error)
+        raise ConfigError(said) from error
+
+
 def accuracy(options: AccuracyOptions) -> None:
     """Evaluate a run or model on benchmarks, and print the table of results.
 
@@ -27,7 +39,8 @@ def accuracy(options: AccuracyOptions) -> None:
         with terminal.quiet_imports():
             from qerl_lab.evaluate.accuracy_run import run
 
-        run(options)
+        with naming(options.model):
+            run(options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on where it stopped") from None
 
@@ -59,7 +72,8 @@ def entropy(options: EntropyOptions) -> None:
     with terminal.quiet_imports():
         from qerl_lab.evaluate.entropy import run
 
-    run(options)
+    with naming(options.model):
+        run(options)
 
 
 def sigma(options: SigmaOptions) -> None:
@@ -71,7 +85,8 @@ def sigma(options: SigmaOptions) -> None:
     with terminal.quiet_imports():
         from qerl_lab.evaluate.sigma import run
 
-    run(options)
+    with naming(options.model):
+        run(options)
 
 
 LINE = "python -m qerl_lab.evaluate"

@@ -64,10 +64,12 @@ def run(options: AccuracyOptions) -> None:
             above = Path(options.run).expanduser() / "evaluations"
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         out = (above / f"{'+'.join(task.name for task in tasks)}-{key}").absolute()
-    if (out / ABOUT).is_file() and read_json(out / ABOUT, dict).get("identity") == identity:
+    known = read_json(out / ABOUT, dict) if (out / ABOUT).is_file() else {}
+    if (known.get("schema"), known.get("identity")) == (SCHEMA, identity):
         return print_results(out, "was evaluated before")
     if out.exists() and not options.overwrite:
-        raise ConfigError(f"out={out} holds something else. Type another out, or overwrite=true to replace it.")
+        given = f"out={options.out or out}"
+        raise ConfigError(f"{given} holds something else. Type another out, or overwrite=true to replace it.")
     # A dense base is asked once: its own engine is the common one.
     engines = (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,)
     with Unfinished(out, identity, options.overwrite) as unfinished:

@@ -19,6 +19,7 @@ from qerl_lab.config.spelling import shell_override
 from qerl_lab.evaluate import summary
 from qerl_lab.evaluate.evaluate_options import BY_TASK
 from qerl_lab.evaluate.summary import ABOUT, COMMON, GROUP, OWN, ROWS, SCHEMA
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
@@ -101,15 +102,15 @@ def read_arm(path: str) -> dict[int, Evaluated]:
     files = [top / ABOUT] if (top / ABOUT).is_file() else sorted(top.rglob(ABOUT))
     folders = [file.parent for file in files if not file.parent.name.endswith((".partial", ".replaced"))]
     if not folders:
+        first = f"Type python -m qerl_lab.evaluate accuracy {shell_override('run', path)} first, or"
         raise ConfigError(
-            f"{top} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_override('run', top)} "
-            "first, or the directory that it wrote."
+            f"{path} holds no evaluation. {first if RunDirectory(top).is_claimed else 'Type'} the directory of one."
         )
     by_seed: dict[int, Evaluated] = {}
     for folder in folders:
         about = read_json(folder / ABOUT, dict)
         if about.get("schema") != SCHEMA:
-            raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
+            raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again with overwrite=true.")
         first, seed = next(iter(by_seed.values())).about if by_seed else about, int(about["run_seed"])
         mine, others = identity_of(about), identity_of(first)
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from qerl_lab import formats, rollout
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import spell_value
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
@@ -138,7 +139,7 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
         folder = local_folder(given, None, key="checkpoints")
         stored = loading.stored_as(folder)
         if stored is None:
-            raise ConfigError(f"{folder} in checkpoints is dense; allowed: packed ones. Leave it out.")
+            raise ConfigError(f"{given} in checkpoints is dense; allowed: packed ones. Leave it out.")
         quality = folder / QUALITY  # of the quantize command
         method = read_json(quality).get("method") if quality.is_file() else None
         cfg = RunConfig(format=packed_format(stored))
@@ -147,13 +148,13 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
 
 
 def read_questions(options: EntropyOptions) -> Task:
-    """Read the questions of `options.prompts`. Raises ConfigError if they cannot be read, or if there is only one."""
+    """Read the questions of `options.prompts`. Raises ConfigError if they cannot be read, or are fewer than two."""
     name, path = split_name_and_path(options.prompts)
     task = load_questions(task_config(None, name, path), f"prompts={name}:")
     if len(task.heldout) < 2:
         raise ConfigError(
-            f"prompts={options.prompts} has one question; allowed: two or more, because the intervals are over texts. "
-            "Type prompts=NAME:PATH of more questions."
+            f"prompts={options.prompts} has {with_noun(len(task.heldout), 'question')}; allowed: two or more, because "
+            "the intervals are over texts. Type prompts=NAME:PATH of more questions."
         )
     return task
 

@@ -117,9 +117,10 @@ def requested_run(options: AccuracyOptions) -> RunDirectory:
         raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
     trained = (directory.adapter / WEIGHTS, directory.model / "config.json")  # the latter with lora=full
     if options.adapter and (directory.status != "done" or not any(file.is_file() for file in trained)):
+        move = "move DONE out of the directory and " if directory.status == "done" else ""
         raise ConfigError(
-            f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs. "
-            f"Type python -m qerl_lab {resume_override(options.run)} first, or adapter=false for its base alone."
+            f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs. First "
+            f"{move}type python -m qerl_lab {resume_override(options.run)}, or type adapter=false for its base alone."
         )
     return directory
 

@@ -76,15 +76,12 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
     preflight.check_engine(cfg)
     folder, longest = on_disk.local_path(cfg.model.path), cfg.rollout.max_completion_tokens
     context = on_disk.context_tokens(read_json(folder / "config.json")) if folder else None
-    if context is not None and longest >= context:
-        raise ConfigError(
-            f"max_completion_tokens={longest} leaves no room for a question, because model.path={cfg.model.path} was "
-            f"made for {context} tokens. Type max_completion_tokens={context // 2}."
-        )
     if context is not None and (prompt := cfg.rollout.max_prompt_tokens) + longest > context:
+        shorter = on_disk.shorter_prompt(prompt, longest, context)
         raise ConfigError(
             f"max_prompt_tokens={prompt} and max_completion_tokens={longest} are {prompt + longest} tokens, and "
-            f"model.path={cfg.model.path} was made for {context}. Type max_prompt_tokens={context - longest}."
+            f"model.path={cfg.model.path} was made for {context}. Type max_prompt_tokens={shorter} "
+            f"max_completion_tokens={context - shorter}."
         )
     return subject
 
@@ -132,7 +129,8 @@ def _resolve_model(options: AccuracyOptions) -> Subject:
     context = on_disk.context_tokens(read_json(folder / "config.json"))
     if context is not None:
         cfg.rollout.max_completion_tokens = options.max_completion_tokens or min(LONGEST, context // 2)
-        cfg.rollout.max_prompt_tokens = context - cfg.rollout.max_completion_tokens  # what a completion leaves
+        left = context - cfg.rollout.max_completion_tokens  # by a completion
+        cfg.rollout.max_prompt_tokens = left if left > 0 else context // 2
     return Subject(f"{given} in {cfg.format.name}", cfg, run_seed=options.seed or 0)
 
 

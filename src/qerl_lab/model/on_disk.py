@@ -222,13 +222,21 @@ def cache_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
 
 
+def shorter_prompt(prompt: int, completion: int, context: int) -> int:
+    """Return the length of prompts to propose, in tokens, if `prompt` and `completion` exceed `context` together.
+
+    It is at most `prompt`. Completions get the rest of the context: all of `completion`, or half of the context.
+    """
+    return min(prompt, max(context // 2, context - completion))
+
+
 def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None:
     """Raise ConfigError if prompt and completion can exceed the context of `config`, the model's config.json."""
     prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
         return
-    shorter = min(prompt, max(context // 2, context - completion))
+    shorter = shorter_prompt(prompt, completion, context)
     raise ConfigError(
         f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} are {prompt + completion} "
         f"tokens, and {setting} was made for {context} (its config.json: max_position_embeddings). Type "

@@ -24,7 +24,7 @@ from qerl_lab.config.units import GIB
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import accuracy_run, subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
-from qerl_lab.evaluate.summary import ABOUT, ROWS
+from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA
 from qerl_lab.formats import Nvfp4
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import policy
@@ -181,11 +181,15 @@ def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, ca
     assert "was evaluated before" in capsys.readouterr().out
     (first, *_) = sorted((run_dir / "evaluations").iterdir())
     assert go(*words, "seed=7", f"out={first}") == 2
-    assert "holds something else. Type another out, or overwrite=true" in capsys.readouterr().err
+    assert f"out={first} holds something else. Type another out, or overwrite=true" in capsys.readouterr().err
     assert go(*words, "seed=7", f"out={first}", "overwrite=true") == 0
     about = read(first)[1]
     assert (about["identity"]["seed"], about["run_seed"]) == (7, 0)  # the draw's, and the run's own
     assert (about["arm"]["aqn.schedule"], "seed" in about["arm"]) == ("off", False)
+    (first / ABOUT).write_text(json.dumps(about | {"schema": 1}))  # of an older version: asked again
+    assert go(*words, "seed=7", f"out={first}") == 2
+    assert go(*words, "seed=7", f"out={first}", "overwrite=true") == 0
+    assert read(first)[1]["schema"] == SCHEMA
     shutil.rmtree(run_dir / "evaluations")
 
 
@@ -268,8 +272,11 @@ def lose_a_matrix(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda copy: (copy / "adapter" / WEIGHTS).unlink(), "has no final adapter (done); allowed: finished runs."),
-        (lambda copy: (copy / "DONE").unlink(), "resume='RUN' first, or adapter=false"),
+        (
+            lambda copy: (copy / "adapter" / WEIGHTS).unlink(),
+            "has no final adapter (done); allowed: finished runs. First move DONE out of the directory and type ",
+        ),
+        (lambda copy: (copy / "DONE").unlink(), "First type python -m qerl_lab resume='RUN', or type adapter=false"),
         (
             lambda copy: (copy / "adapter" / WEIGHTS).write_bytes(b"cut off"),
             "model.safetensors cannot be read (Error while deserializing header: ",

@@ -1,10 +1,16 @@
 """What the evaluate commands refuse, each in one line."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from hub_rows import gsm8k, write_jsonl
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.task import TaskConfig
 from qerl_lab.evaluate import __main__ as evaluate
+from qerl_lab.evaluate.subject import load_questions
+from qerl_lab.model.on_disk import ASSETS
 
 
 @pytest.mark.parametrize(
@@ -22,11 +28,15 @@ from qerl_lab.evaluate import __main__ as evaluate
         ("accuracy model=pocket benchmarks=gsm8k:/no.jsonl", "gsm8k:/no.jsonl is not there; allowed: a directory"),
         ("accuracy model=pocket benchmarks=gsm8k:", "it names no path after the colon. Type gsm8k alone"),
         ("accuracy model=pocket benchmarks=arithmetic:x", "arithmetic makes its own questions. Type arithmetic alone"),
-        ("accuracy model=pocket benchmarks=arithmetic max_completion_tokens=2048", "Type max_completion_tokens=1024."),
         (
-            "accuracy model=pocket benchmarks=arithmetic max_prompt_tokens=1024 max_completion_tokens=1500",
-            "are 2524 tokens, and model.path=pocket was made for 2048. Type max_prompt_tokens=548.",
+            "accuracy model=pocket benchmarks=arithmetic max_completion_tokens=2048",
+            "are 3072 tokens, and model=pocket was made for 2048. Type max_prompt_tokens=1024 max_completion_tokens=",
         ),
+        (
+            "accuracy model=pocket benchmarks=arithmetic max_prompt_tokens=500 max_completion_tokens=1600",
+            "are 2100 tokens, and model=pocket was made for 2048. Type max_prompt_tokens=500 max_completion_tokens=",
+        ),
+        ("entropy formats=nvfp4 checkpoints=pocket", "error: pocket in checkpoints is dense; allowed: packed ones."),
         (
             "accuracy model=pocket benchmarks=arithmetic rollout=vllm_server common=true",
             "common=true with rollout=vllm_server",
@@ -53,12 +63,30 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert not [*tmp_path.iterdir()], "a refused command makes no folder"
 
 
+def test_the_keys_of_a_run_are_not_named_to_who_types_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ASSETS, "broken")
+    Path("broken/model.safetensors").write_bytes(b"cut off")
+    for words in (["accuracy", "benchmarks=arithmetic"], ["entropy"], ["sigma"]):
+        assert evaluate.main([*words, "model=broken"]) == 2
+        assert capsys.readouterr().err.startswith("error: model=broken could not be loaded (")
+    short = TaskConfig(
+        name="gsm8k", path=str(write_jsonl(tmp_path / "test.jsonl", [gsm8k(1) | {"answer": "a\nb\n#### 2"}]))
+    )
+    short.gsm8k.max_steps = 1
+    with pytest.raises(ConfigError, match=r"steps\. Type benchmarks=gsm8k:PATH of other questions\.$"):
+        load_questions(short, "benchmarks=gsm8k:")
+
+
 def test_one_question_gives_no_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("train.jsonl", "test.jsonl"):
-        (tmp_path / name).write_text('{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}\n')
-    assert evaluate.main(["entropy", f"prompts=gsm8k:{tmp_path}", "device=cpu"]) == 2
-    assert f"prompts=gsm8k:{tmp_path} has one question; allowed: two or more" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"train.jsonl", "test.jsonl"}
+    one = '{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}\n'
+    for rows, said in ((one, "has 1 question; allowed: two or more"), ("", "has 0 questions; allowed: two or more")):
+        (tmp_path / "test.jsonl").write_text(rows)
+        assert evaluate.main(["entropy", f"prompts=gsm8k:{tmp_path}", "device=cpu"]) == 2
+        assert f"prompts=gsm8k:{tmp_path} {said}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["test.jsonl"]

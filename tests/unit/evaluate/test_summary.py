@@ -287,8 +287,12 @@ def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(
 
 def test_a_folder_without_an_evaluation_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
     (empty := tmp_path / "a b").mkdir()
+    a = write(tmp_path / "a", answers(A))
+    with pytest.raises(ConfigError, match=r"holds no evaluation\. Type the directory of one\."):
+        compared(a, str(empty))
+    (empty / "resolved.yaml").touch()  # a run
     with pytest.raises(ConfigError, match="holds no evaluation") as told:
-        compared(write(tmp_path / "a", answers(A)), str(empty))
+        compared(a, str(empty))
     line = str(told.value).partition("accuracy ")[2].partition(" first")[0]
     assert parse_options(AccuracyOptions, shlex.split(line)).run == str(empty)
 
