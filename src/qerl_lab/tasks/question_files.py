@@ -119,10 +119,10 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make, prefix: 
                 raise BadRow(f"has the id {name!r} of a row before it")
         except BadRow as error:
             bad.append(f"{where} {error}")
-    numbered = " task.columns.id=NAME (empty numbers the rows)" if source.columns.get("id") else ""
+    keys = " ".join(f"task.columns.{role}=NAME" for role in source.columns)
     remedy = (
-        "Check task.path (a line of .jsonl must be one JSON object), or say which columns to read: "
-        f"task.columns.question=NAME task.columns.answer=NAME{numbered}."
+        f"Check task.path (a line of .jsonl must be one JSON object), or say which columns to read: {keys}"
+        f"{' (empty numbers the rows)' if source.columns.get('id') else ''}."
     )
     notes = note_bad_rows(bad, total, remedy)
     by_hash = source.test is None
@@ -148,9 +148,10 @@ def is_local(path: str, prefix: str = "task.path=") -> bool:
 def reword_path_error(error: ConfigError, prefix: str) -> ConfigError:
     """Reword an error about task.path for a command in which users type `prefix`, e.g. "task_path=", before the path.
 
-    Such a command has no keys task.columns.*, so the new message does not propose them.
+    Such a command has no other keys of a task, such as task.columns.*, so the new message does not propose them.
     """
     message = str(error).replace("Check task.path.", f"Check {prefix}PATH.").replace("task.path=", prefix)
+    message = re.sub(r"Type task\.gsm8k\..*", f"Type {prefix}PATH of other questions.", message)
     return ConfigError(re.sub(r"Check task\.path .*", f"Check {prefix}PATH and the names of its columns.", message))
 
 

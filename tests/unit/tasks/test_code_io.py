@@ -121,6 +121,9 @@ def test_a_row_with_bad_tests_is_named(tmp_path: Path, tests: object, said: str)
     hub_rows.write_jsonl(tmp_path / "test.jsonl", rows)
     task = tasks.load(TaskConfig(name="code_io", path=str(tmp_path)), training=None)
     assert f"test.jsonl:201 {said}" in task.warnings[0]
+    hub_rows.write_jsonl(tmp_path / "test.jsonl", rows[200:])
+    with pytest.raises(ConfigError, match=r"columns to read: task\.columns\.question=NAME task\.columns\.tests=NAME\."):
+        tasks.load(TaskConfig(name="code_io", path=str(tmp_path)), training=None)
 
 
 def test_without_a_path_the_words_to_type_are_said() -> None:
