@@ -147,7 +147,8 @@ def makes_questions(cfg: TaskConfig) -> bool:
 def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., Any]]:
     """Return the functions of a task by name, such as "heldout"; those in the user's file `task.module` come first.
 
-    Raises ConfigError if that file cannot be used, or if the task lacks the function `needed` ("train" or "worked").
+    Raises ConfigError if that file cannot be used, or if the task lacks the function `needed`: "train", or "worked",
+    which every task has that the warm-up allows.
     """
     if cfg.name in question_sets.SOURCES:
         functions = question_sets.functions(cfg.name)
@@ -164,10 +165,6 @@ def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., A
     if needed is None or needed in functions:
         return functions
     others = [name for name in choices_of("task") if needed in _functions(TaskConfig(name=name), None)]
-    if needed == "worked":
-        raise ConfigError(
-            f"task={cfg.name} has no worked solutions; allowed: {', '.join(others)}. Type task={others[-1]}."
-        )
     raise ConfigError(
         f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. Type one to train "
         f"on: task={', '.join(others)}; or python -m qerl_lab.evaluate accuracy run=RUN_DIR benchmarks={cfg.name}."

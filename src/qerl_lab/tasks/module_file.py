@@ -81,18 +81,27 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
     if "grade" in functions:
         weights = functions.get("weights") or of_task.get("weights")
-        parts = _weighted_parts(cfg, weights(cfg)) if weights else set()
+        parts = _weighted_parts(cfg, weights) if weights else set()
         functions["grade"] = partial(_checked_grade, cfg.module, functions["grade"], parts, "weights" in functions)
     return functions
 
 
-def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
-    """Check `given`, the result of `weights(cfg)`, and return the names of the parts in it.
+def _result_of(where: str, function: Callable[..., Any], cfg: TaskConfig) -> Any:
+    """Return `function(cfg)` of the user's file. Raises ConfigError, with its place, for a ValueError or OSError."""
+    try:
+        return function(cfg)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{where} raised {_describe_error(error, str(cfg.module))}.") from error
 
-    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS, is a
+
+def _weighted_parts(cfg: TaskConfig, weights: Callable[..., Any]) -> set[str]:
+    """Check the result of `weights(cfg)`, and return the names of the parts in it.
+
+    Raises ConfigError unless the result is a dict of finite numbers by name, and none of the names is in PARTS, is a
     Column, or names another metric of the reward.
     """
     where = f"task.module={cfg.module}: weights(cfg)"
+    given = _result_of(where, weights, cfg)
     if not isinstance(given, dict) or not all(
         isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
         for part, weight in given.items()
@@ -116,7 +125,7 @@ def _checked_questions(
     `where` names the function in error messages. With `are_solved` each question must have the text of a solution in
     its payload. Raises ConfigError for invalid questions or equal ids.
     """
-    questions = function(cfg)
+    questions = _result_of(where, function, cfg)
     if not isinstance(questions, list) or not all(isinstance(question, Question) for question in questions):
         raise ConfigError(f"{where} must return a list of qerl_lab.tasks.Question.")
     for question in questions:

@@ -159,6 +159,8 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
     *[(REWARD + f"def weights(cfg): return {{'{part}': 1.0}}", f"weighs {part}, and evaluations have such a column.")
       for part in ("id", "tokens", "engine")],
     ("def weights(cfg): return {'short': 1.0}", "defines weights without grade. Define grade too."),
+    ("def train(cfg): return open('no/file')", "train(cfg) raised FileNotFoundError: [Errno 2] No such file or direct"),
+    (REWARD + "\ndef weights(cfg):\n    raise ValueError('odd')", "weights(cfg) raised ValueError: odd (line "),
 ])  # fmt: skip
 def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
