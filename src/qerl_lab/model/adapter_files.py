@@ -1,9 +1,10 @@
 """Validate the adapter that a run starts from (`lora.start_from`) from its files alone, before torch is imported."""
 
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import WEIGHTS, adapter_folder, file_hash
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import spell_list
+from qerl_lab.config.spelling import shell_line, spell_list
 
 SETTINGS = "adapter_config.json"
 # Values of a plain LoRA adapter. Other initializations (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ) change the base.
@@ -26,7 +27,9 @@ def check(cfg: RunConfig) -> None:
         settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
-    if settings.get("peft_type") != "LORA" or not isinstance(settings.get("target_modules"), list):
+    needed = {"peft_type": str, "target_modules": list, "r": int, "lora_alpha": int | float}
+    is_whole = isinstance(settings, dict) and all(isinstance(settings.get(key), needed[key]) for key in needed)
+    if not is_whole or settings["peft_type"] != "LORA":
         raise ConfigError(f"{setting} is no LoRA adapter with a list of layers ({folder / SETTINGS}). Type another.")
     for key, plain in PLAIN.items():
         if settings.get(key) not in (*plain, None):
@@ -36,14 +39,15 @@ def check(cfg: RunConfig) -> None:
                 "Type another adapter. PEFT converts one that changed its base by "
                 "save_pretrained(DIR, path_initial_model_for_weight_conversion=ADAPTER_BEFORE_TRAINING)."
             )
-    targets = spell_list(sorted(settings["target_modules"]))
-    for what, given, of_run, override in (
-        ("rank", settings["r"], lora.rank, f"lora.rank={settings['r']}"),
-        ("alpha", settings["lora_alpha"], lora.alpha or lora.rank, f"lora.alpha={float(settings['lora_alpha'])}"),
-        ("adapters on", targets, spell_list(sorted(lora.target_modules)), f"lora.target_modules={targets}"),
-    ):
-        if given != of_run:
-            raise ConfigError(f"{setting} has {what} {given}, and this run has {of_run}. Type {override}.")
+    compared = (  # key, value of the adapter, and of the run; with alpha=null it is the rank
+        ("rank", settings["r"], lora.rank),
+        ("alpha", float(settings["lora_alpha"]), lora.alpha or float(settings["r"])),
+        ("target_modules", spell_list(sorted(settings["target_modules"])), spell_list(sorted(lora.target_modules))),
+    )
+    if differ := {key: value for key, value, of_run in compared if value != of_run}:
+        has = shell_line([f"lora.{key}={value}" for key, value in differ.items()])
+        of_run = " ".join(f"lora.{key}={spell_value(getattr(lora, key))}" for key in differ)
+        raise ConfigError(f"{setting} has {has}, and this run has {of_run}. Type {has}.")
     if lora.start_hash not in (None, found := file_hash(folder / WEIGHTS)):
         raise ConfigError(
             f"{setting} was another adapter when the run was composed (lora.start_hash={lora.start_hash}, now "

@@ -79,9 +79,13 @@ def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"r": 8}, "has rank 8, and this run has 4. Type lora.rank=8"),
-        ({"lora_alpha": 16}, r"alpha 16, and this run has 4. Type lora.alpha=16.0"),
-        ({"target_modules": ["q_proj", "v_proj"]}, r"Type lora.target_modules=\[q_proj,v_proj\]"),
+        ({"r": 8, "lora_alpha": 8}, r"has lora\.rank=8, and this run has lora\.rank=4\. Type lora\.rank=8\.$"),
+        ({"lora_alpha": 16}, r"and this run has lora\.alpha=null\. Type lora\.alpha=16\.0\.$"),
+        (
+            {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+            r"Type lora\.rank=8 lora\.alpha=16\.0 'lora\.target_modules=\[q_proj,v_proj\]'\.$",
+        ),
+        ({"r": None}, "is no LoRA adapter"),
         ({"target_modules": "all-linear"}, "is no LoRA adapter with a list of layers"),
         ({"use_dora": True}, "has use_dora=True; allowed: plain LoRA"),
         ({"init_lora_weights": "loftq"}, "has init_lora_weights=loftq; allowed: .* True, False, gaussian, "),
@@ -94,6 +98,13 @@ def test_what_does_not_fit_is_refused_before_a_run_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check(begun(changed(run, tmp_path / "other", **settings), format__name="bf16"), tmp_path / "run")
+
+
+def test_settings_that_are_no_object_are_refused(run: Path, tmp_path: Path, begun: Tiny) -> None:
+    folder = changed(run, tmp_path / "other")
+    (folder / "adapter_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="is no LoRA adapter with a list of layers"):
+        check(begun(folder, format__name="bf16"), tmp_path / "run")
 
 
 @pytest.mark.filterwarnings("ignore:.*(eva|EVA)")
