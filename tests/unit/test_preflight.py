@@ -78,10 +78,11 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
         ("scale=smollm2", ["SmolLM2-135M-Instruct.Q4_1.gguf is no file", "make smollm2", "where there is a hub"]),
         (
             "scale=custom model.path=qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-            ["Type make qwen QWEN=0.5b, which fetches it, or model.path=Qwen/Qwen2.5-Coder-0.5B-Instruct where"],
+            ["Type make qwen QWEN=0.5b, which fetches it into models/, or model.path=Qwen/Qwen2.5-Coder-0.5B-Instr"],
         ),
         ("lora.target_modules=[q_proj,foo]", ["'foo' is no Linear layer", "allowed: down_proj,", "gate_proj"]),
         ("aqn=linear aqn.norms=[input_layrnorm]", ["aqn.norms", "Did you mean input_layernorm?"]),
+        ("aqn=linear aqn.norms=[norm]", ["'norm' is no norm", "allowed: input_layernorm, post_attention_layernorm."]),
         ("format.ignore=[foo]", ["format.ignore: 'foo' is no Linear layer", "re:PATTERN"]),
         ("task=gsm8k task.path=''", ["task.path= is empty", "Leave task.path out."]),
         ("task=gsm8k task.path=/no/such/place", ["task.path=/no/such/place is not there", "such as openai/gsm8k"]),

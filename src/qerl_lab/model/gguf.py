@@ -58,7 +58,7 @@ def existing_file(path: str, key: str) -> Path:
     remedy = "Type the path of a file that is there; make smollm2 and make qwen fetch one into models/."
     if file.name in FETCHED:
         target, hub_id = FETCHED[file.name]
-        remedy = f"Type {target}, which fetches it, or {key}={hub_id} where there is a hub."
+        remedy = f"Type {target}, which fetches it into models/, or {key}={hub_id} where there is a hub."
     raise ConfigError(f"{key}={path} is no file; allowed: a GGUF file, a directory or a hub id. {remedy}")
 
 

@@ -115,13 +115,13 @@ def require_same_format(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> 
     if name != cfg.format.name:
         arms = f"an experiment with that format, for example +experiment={name}, "
         raise ConfigError(
-            f"{packing}, and format.name={cfg.format.name} was given. Type format={name}, "
+            f"{packing}, and this run has format.name={cfg.format.name}. Type format={name}, "
             f"{arms if name in choices_of('experiment') else ''}or the path of the dense model."
         )
     for key, value in rules.items():
         if (given := getattr(cfg.format, key)) != value:
             raise ConfigError(
-                f"{packing} with {key}={value}, and format.{key}={given} was given. "
+                f"{packing} with {key}={value}, and this run has format.{key}={given}. "
                 f"Type format.{key}={str(value).lower()}."
             )
 
@@ -222,21 +222,13 @@ def cache_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
 
 
-def shorter_prompt(prompt: int, completion: int, context: int) -> int:
-    """Return the length of prompts to propose, in tokens, if `prompt` and `completion` exceed `context` together.
-
-    It is at most `prompt`. Completions get the rest of the context: all of `completion`, or half of the context.
-    """
-    return min(prompt, max(context // 2, context - completion))
-
-
 def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None:
     """Raise ConfigError if prompt and completion can exceed the context of `config`, the model's config.json."""
     prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
         return
-    shorter = shorter_prompt(prompt, completion, context)
+    shorter = min(prompt, max(context // 2, context - completion))
     raise ConfigError(
         f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} are {prompt + completion} "
         f"tokens, and {setting} was made for {context} (its config.json: max_position_embeddings). Type "
@@ -250,7 +242,9 @@ def _check_layer_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) 
     `in_model` lists the layers of the model.
     """
     linears = [layer.name for layer in in_model if layer.is_linear]
-    norms = sorted({layer.name.rpartition(".")[2] for layer in in_model if len(layer.shape) == 1})
+    # Not the last norm, which belongs to no numbered layer and feeds none.
+    in_layers = [layer.name for layer in in_model if len(layer.shape) == 1 and re.search(r"\.\d+\.", layer.name)]
+    norms = sorted({name.rpartition(".")[2] for name in in_layers})
     ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
 
     def refuse(key: str, entry: str, kind: str, allowed: list[str]) -> NoReturn:

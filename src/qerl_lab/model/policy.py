@@ -327,9 +327,9 @@ def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, 
     if differ := here ^ there:
         remedy = shlex.quote(f"format.ignore={spell_list(packed_as.ignore)}")
         raise ConfigError(
-            f"model.path={cfg.model.path} is packed in {name} with ignore={list(packed_as.ignore)}, and "
-            f"format.ignore={cfg.format.ignore} was given: they differ in {len(differ)} layers, the first "
-            f"{min(differ)}. Type {remedy}."
+            f"model.path={cfg.model.path} is packed in {name} with ignore={list(packed_as.ignore)}, and this run has "
+            f"format.ignore={cfg.format.ignore}: they differ in {len(differ)} layers, the first {min(differ)}. "
+            f"Type {remedy}."
         )
 
 

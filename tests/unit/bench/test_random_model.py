@@ -68,7 +68,7 @@ def test_an_arm_loads_the_checkpoint_of_its_own_options(tmp_path: Path, arm: str
 def test_an_arm_is_measured_in_the_format_under_which_its_rows_are_listed(tmp_path: Path) -> None:
     made = job(tmp_path, "nvfp4 format.name=nf4", RolloutOptions())
     assert made.about["format"] == "nvfp4"
-    with pytest.raises(ConfigError, match=r"is packed in nvfp4, and format\.name=nf4 was given"):
+    with pytest.raises(ConfigError, match=r"is packed in nvfp4, and this run has format\.name=nf4"):
         policy.build(made.config(), CPU)
 
 

@@ -242,13 +242,13 @@ def test_a_run_takes_a_packed_directory(tmp_path: Path, tiny) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"name": "mxfp4"}, "is packed in nf4, and format.name=mxfp4 was given. Type format=nf4, an experiment with"),
+        ({"name": "mxfp4"}, "is packed in nf4, and this run has format.name=mxfp4. Type format=nf4, an experiment"),
         ({"double_quant": True},
-         "is packed in nf4 with double_quant=False, and format.double_quant=True was given. "
+         "is packed in nf4 with double_quant=False, and this run has format.double_quant=True. "
          "Type format.double_quant=false."),
         ({"ignore": ["lm_head", "up_proj"]},
-         "is packed in nf4 with ignore=['lm_head'], and format.ignore=['lm_head', 'up_proj'] was given: they differ in "
-         "2 layers, the first model.layers.0.mlp.up_proj. Type 'format.ignore=[lm_head]'."),
+         "is packed in nf4 with ignore=['lm_head'], and this run has format.ignore=['lm_head', 'up_proj']: they "
+         "differ in 2 layers, the first model.layers.0.mlp.up_proj. Type 'format.ignore=[lm_head]'."),
     ],
 )  # fmt: skip
 def test_a_run_that_asks_for_another_packing_is_told_what_to_type(
@@ -268,7 +268,9 @@ def test_a_run_says_the_rule_of_its_checkpoint(tmp_path: Path, tiny) -> None:
     assert quantize.main(words) == 0
     cfg = tiny(model__path=str(out), format__name="mxfp4")
     for check in (policy.load_base, lambda cfg, _: on_disk.check(out, cfg)):  # the latter before anything starts
-        with pytest.raises(ConfigError, match=r"exponent_rule=floor, and format.exponent_rule=round was given\. Type"):
+        with pytest.raises(
+            ConfigError, match=r"exponent_rule=floor, and this run has format\.exponent_rule=round\. Type"
+        ):
             check(cfg, CPU)
     cfg = replace(cfg, format=replace(cfg.format, exponent_rule="floor"))
     on_disk.check(out, cfg)
