@@ -34,9 +34,9 @@ def check_free(options: OutputOptions, record: str) -> None:
     """
     if not options.folder.exists():
         return
-    if not options.overwrite:
-        raise ConfigError(f"out={options.out} exists. Type another out, or overwrite=true to replace it.")
     if not (options.folder / record).is_file():
         raise ConfigError(
             f"out={options.out} was not made by this command, so overwrite=true does not remove it. Type another out."
         )
+    if not options.overwrite:
+        raise ConfigError(f"out={options.out} exists. Type another out, or overwrite=true to replace it.")

@@ -28,24 +28,25 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
     refuses, and a dataset of fewer tokens than `samples` * `tokens`.
     """
     needed, ids = samples * tokens, list[int]()
-    for number, row in enumerate(_rows(dataset, seed)):
+    for row in _rows(dataset, seed):
+        said = f"dataset={dataset}: the row {str(row)[:60]}"  # by its text: the rows are shuffled
         try:
             text = _text_of(row, tokenizer) if isinstance(row, Mapping) else None
         except (KeyError, TypeError, ValueError, TemplateError) as error:
             raise ConfigError(
-                f"dataset={dataset}: row {number} is no conversation that the model's chat template takes "
+                f"{said} is no conversation that the model's chat template takes "
                 f"({type(error).__name__}: {first_line(error)}); allowed: {FIELDS}. Leave such rows out."
             ) from error
         if text is None:
-            raise ConfigError(f"dataset={dataset}: row {number} is {str(row)[:60]}; allowed: {FIELDS}.")
+            raise ConfigError(f"{said} has no text; allowed: {FIELDS}. Leave such rows out.")
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) >= needed:
             return torch.tensor(ids[:needed]).view(samples, tokens)
     fits = len(ids) // tokens
-    remedy = f"samples={fits}" if fits else f"samples=1 tokens={max(1, len(ids))}"
+    remedy = f"samples={fits}" if fits else f"samples=1 tokens={len(ids)}"
     raise ConfigError(
         f"dataset={dataset} has {len(ids):,} tokens, and samples={samples} x tokens={tokens} are {needed:,}. "
-        f"Type {remedy}, or the name of a larger dataset."
+        f"Type {f'{remedy}, or ' if ids else ''}the name of a larger dataset."
     )
 
 
@@ -67,7 +68,7 @@ def _rows(dataset: str, seed: int) -> Iterator[Any]:
                 yield parse_json(line)
             except ValueError as error:
                 raise ConfigError(
-                    f"dataset={path}: {line[:60]!r} is no JSON ({error}). Leave such rows out."
+                    f"dataset={dataset}: {line[:60]!r} is no JSON ({error}). Leave such rows out."
                 ) from error
     elif dataset.startswith(("/", ".", "~")) or dataset.endswith((".txt", ".jsonl")):
         raise ConfigError(f"dataset={dataset} is no file. Type dataset=FILE.txt, dataset=FILE.jsonl or a hub id.")

@@ -136,7 +136,7 @@ def read_source(options: QuantizeOptions) -> Source:
     if head := packed_head(model, weight_format, ignore):
         raise ConfigError(
             f"{typed} would pack {head}, the output layer, and training reads its dense weight; "
-            f"allowed: lists that name it. Type ignore={spell_value([*ignore, head])}."
+            f"allowed: lists that name it. Type {shell_line([f'ignore={spell_list([*ignore, head])}'])}."
         )
     packed = packable(model, ignore)
     if not packed:

@@ -93,6 +93,8 @@ def test_error_on_too_little_text_says_how_much_there_is(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=rf"Type samples=1 tokens={have},"):
         sequences(dataset, 256, 2048)
     assert sequences(dataset, 1, have).shape == (1, have)
+    with pytest.raises(ConfigError, match=r"has 0 tokens, .* are 4\. Type the name of a larger dataset\.$"):
+        sequences(write(tmp_path), 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -100,15 +102,18 @@ def test_error_on_too_little_text_says_how_much_there_is(tmp_path: Path) -> None
     [
         (
             '{"prompt": 1, "label": 2}',
-            r"row 0 is {'prompt': 1, 'label': 2}; allowed: text; messages or conversations; question",
+            r"the row {'prompt': 1, 'label': 2} has no text; allowed: text; messages or conversations; question",
         ),
-        ('{"text": 3}', r"row 0 is {'text': 3}; allowed: text"),
-        ('{"conversations": [{"role": "user", "content": "9"}]}', r"row 0 is no conversation .* \(KeyError: 'from'\)"),
+        ('{"text": 3}', r"the row {'text': 3} has no text; allowed: text"),
+        (
+            '{"conversations": [{"role": "user", "content": "9"}]}',
+            r"the row {'conv.* is no conversation .* \(KeyError: 'from'\)",
+        ),
         (
             '{"messages": [{"role": "tool", "content": "9"}]}',
             r"template takes \(TemplateError: no tools\); allowed: text;",
         ),
-        ("[1, 2]", r"row 0 is \[1, 2\]; allowed: text"),
+        ("[1, 2]", r"the row \[1, 2\] has no text; allowed: text"),
         ("{text", r"'\{text' is no JSON"),
     ],
 )

@@ -102,12 +102,13 @@ def test_a_wrong_command_is_refused(words, parts, capsys):
 
 def test_where_it_would_overwrite_it_says_so(here, model, capsys):
     (here / "out").mkdir()
-    assert "overwrite=true" in refused(capsys, model, "out=out")
     (here / "out" / "config.json").write_text('{"quantization_config": {}}')  # as another program's
-    assert "was not made by this command" in refused(capsys, model, "out=out", "overwrite=true")
+    for words in (["out=out"], ["out=out", "overwrite=true"]):
+        assert "was not made by this command" in refused(capsys, model, *words)
     for out in ("model", "model/out", "."):
         assert "lie within each other" in refused(capsys, model, f"out={out}", "overwrite=true")
     (here / "out" / "quality.json").touch()
+    assert "Type another out, or overwrite=true to replace it" in refused(capsys, model, "out=out")
     (here / "out" / "model.gguf").touch()
     text = refused(capsys, "model=out/model.gguf", "out=out", "overwrite=true")
     assert "out=out and model=out/model.gguf lie within each other" in text
@@ -122,7 +123,7 @@ def test_a_quantized_model_is_not_quantized_again(model, capsys):
 def test_a_list_that_would_pack_the_head_is_refused(model, capsys):
     text = refused(capsys, model, "out=out", "ignore=[down_proj]")
     assert text.startswith("error: ignore=[down_proj] would pack lm_head, the output layer, ")
-    assert text.endswith("; allowed: lists that name it. Type ignore=[down_proj,lm_head].\n")
+    assert text.endswith("; allowed: lists that name it. Type 'ignore=[down_proj,lm_head]'.\n")
 
 
 @pytest.mark.parametrize(
