@@ -144,7 +144,7 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
             if read is None or read.is_sweep_override():
                 raise ConfigError(
                     f"{word} in the arm {text!r} is no KEY=VALUE that can be read. Type for example "
-                    f"\"arms=['{name} KEY=VALUE']\", the value without commas."
+                    f"\"arms=['{name} KEY=VALUE']\", one value for each key."
                 )
             overrides[read.key_or_group] = read.value()
         jobs += [

@@ -198,6 +198,8 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
         content = check_fields(yaml.safe_load(path.read_text(encoding="utf-8")), OF_FILE, OPTIONAL_OF_FILE, "the file")
         parts = [_parse_part(values) for values in content["parts"]]
         seconds = parse_number(content.get("seconds", 600), "the file: seconds", 0)
+        if not parts:
+            raise ValueError("the file: parts is empty; allowed: at least one entry")
         names = [part.name for part in parts]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two parts have the name {twice[0]}; give each its own")

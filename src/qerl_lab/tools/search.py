@@ -18,6 +18,7 @@ from qerl_lab.cli.grammar import HELP, Command
 from qerl_lab.config.keys import field_of_key
 from qerl_lab.config.option import ConfigError, check_bounds, option, require_package
 from qerl_lab.config.out import OutputOptions
+from qerl_lab.config.spelling import hydra_override
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory
@@ -144,13 +145,14 @@ def search(options: SearchOptions, words: list[str]) -> None:
     study.set_user_attr(ASKED, asked)
     while trial := _next_trial(study, options, ranges):
         print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
-        sweep = f"hydra.sweep.dir={options.trial_folder(trial)}"
+        sweep = hydra_override("hydra.sweep.dir", str(options.trial_folder(trial)))
         code = train.main(["-m", *shared, *_overrides(trial), options.seed_override, sweep])
         if code == exits.INTERRUPTED:
             raise KeyboardInterrupt("the same command continues this trial")
         if code == exits.USAGE:
             raise ConfigError(
-                f"the runs of trial {trial.number} were refused. Correct the words as the message above says."
+                f"the runs of trial {trial.number} were refused. Correct the words as the message above says, and type "
+                "another out."
             )
         value = _mean_over_runs(options.trial_folder(trial), options)
         study.tell(trial.number, value, TrialState.FAIL if value is None else None)

@@ -2,6 +2,7 @@
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP
+from qerl_lab.cli.overrides import parse_overrides, spell_for_hydra
 from qerl_lab.config.option import ConfigError
 from qerl_lab.system import exits
 from qerl_lab.system.terminal import quiet_third_parties
@@ -25,7 +26,8 @@ def main(words: list[str]) -> int:
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK
-    plan = make_plan(words, multirun=False)
+    parsed = parse_overrides([spell_for_hydra(word) for word in words])
+    plan = make_plan(words, multirun=any(word.is_sweep_override() for word in parsed))
     if plan.multirun:
         raise ConfigError("the words make several runs, and a server serves one run. Type one value for each key.")
     cfg = plan.jobs[0].config

@@ -293,6 +293,7 @@ def test_a_part_that_the_queue_lacks_is_refused(part: str, hint: str, queue: Que
     ("parts: [1]", "part 1 is no mapping; write name: ..., lines: ..."),
     ("parts: [{name: a, lines: x}]", "part a: lines=x is no list of texts"),
     ("parts: [{name: a, lines: [x], seeds: 3}]", "part a: seeds=3 is no list of whole numbers"),
+    ("parts: []", "parts is empty; allowed: at least one entry"),
     ("parts: [{name: a, lines: [x], seeds: []}]", "part a: seeds is empty; allowed: at least one entry"),
     ("parts: [{name: a, lines: [x], preregistered: 1}]", "part a: preregistered=1 is no true or false"),
     ("parts: [{name: a, lines: [x]}, {name: a, lines: [y]}]", "two parts have the name a; give each its own"),

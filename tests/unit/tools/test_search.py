@@ -12,6 +12,7 @@ import pytest
 optuna = pytest.importorskip("optuna")
 
 from qerl_lab.config.option import ConfigError  # noqa: E402
+from qerl_lab.config.spelling import unquoted  # noqa: E402
 from qerl_lab.tools import search as command  # noqa: E402
 from qerl_lab.tools.search import SearchOptions, read_space  # noqa: E402
 
@@ -29,7 +30,7 @@ class Lab:
     def __call__(self, words: list[str]) -> int:
         self.calls.append(words)
         keys = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
-        sweep = Path(keys["hydra.sweep.dir"])
+        sweep = Path(unquoted(keys["hydra.sweep.dir"]))
         number = int(sweep.name.removeprefix("trial-"))
         if number == self.stops_at:
             self.stops_at = None
@@ -140,6 +141,11 @@ def test_a_trial_whose_runs_have_no_worth_has_failed(tmp_path: Path, record: str
     assert "next: " not in (tmp_path / "table.txt").read_text()
 
 
+def test_the_directory_is_quoted_for_hydra(tmp_path: Path) -> None:
+    search(tmp_path / "a, b", lab := Lab(), trials=1)
+    assert f"hydra.sweep.dir='{tmp_path}/a, b/trial-0000'" in lab.calls[0]
+
+
 def test_words_may_not_change_but_for_how_it_runs(tmp_path: Path) -> None:
     search(tmp_path, Lab(), "+experiment=nvfp4_aqn", "jobs=2", trials=1)
     search(tmp_path, Lab(), "+experiment=nvfp4_aqn", "jobs=1", "launcher=ray", trials=2)
@@ -155,7 +161,7 @@ def test_refused_words_may_be_corrected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nvfp5 is not an option"):
         search(tmp_path, Lab(), "+experiment=nvfp5")
     search(tmp_path, Lab())
-    with pytest.raises(ConfigError, match="trial 4 were refused"):
+    with pytest.raises(ConfigError, match=r"trial 4 were refused\. .* and type another out"):
         search(tmp_path, lambda words: 2, trials=5)
 
 
