@@ -139,14 +139,15 @@ def read(path: Path, called: str, key: str = "claims") -> tuple[Claim, ...]:
     """Read the claims of a YAML file; `called` is the file's name in messages and verdicts.
 
     Raises ConfigError if the file cannot be read, or if its claims are invalid. Its message names `key`, the key with
-    which the user gave the file.
+    which the user gave the file; empty if the user gave the folder that holds it.
     """
+    given = f"{key}={called}" if key else called
     try:
         values, digest = yaml.safe_load(path.read_text(encoding="utf-8")), sha256(path)
     except FileNotFoundError:
-        raise ConfigError(f"{key}={called} is not there. Type the path of a YAML file of claims.") from None
+        raise ConfigError(f"{given} is not there. Type the path of a YAML file of claims.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{key}={called} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
+        raise ConfigError(f"{given} cannot be read: {in_one_line(error)}; allowed: a YAML file of claims.") from None
     queue = str(Path(called).with_name(QUEUE)) if path.with_name(QUEUE).is_file() else ""
     try:
         values = check_fields(values, OF_FILE, OPTIONAL_OF_FILE, "the file")
@@ -166,7 +167,7 @@ def read(path: Path, called: str, key: str = "claims") -> tuple[Claim, ...]:
             raise ValueError(f"two claims are called {min(twice)}")
     except ValueError as error:
         stop = "" if str(error)[-1] in ".?" else "."
-        raise ConfigError(f"{key}={called}: {error}{stop} docs/verdicts.md describes the fields.") from None
+        raise ConfigError(f"{given}: {error}{stop} docs/verdicts.md describes the fields.") from None
     return claims
 
 

@@ -71,7 +71,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     compared = comparison.compare(*results.from_tables(stored))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(compared.arms), wanted)
     file = folder / CLAIMS
-    own_claims = claims.read(file, format_path(file)) if file.exists() else None
+    own_claims = claims.read(file, format_path(file), key="") if file.exists() else None
     rows = judge(compared.counted, compared.runs, own_claims)
     drawn = draw_all(compared, baseline)
     if figure := diagnostics.draw_effects(rows):

@@ -124,13 +124,10 @@ def run_from(
     """Build a Run without measurements from `values`, its configuration as text by dotted key.
 
     `metrics` are the names of recorded metrics, which tell whether device=auto was cpu or cuda. The other arguments are
-    fields of Run. Raises ValueError if a key is missing.
+    fields of Run. Raises KeyError if a key is missing.
     """
-    try:
-        device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
-        experiment = RENAMED.get(values["experiment"], values["experiment"])
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"its configuration lacks {error}") from None
+    device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
+    experiment = RENAMED.get(values["experiment"], values["experiment"])
     if device == "auto" and metrics:  # the first GPU if torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
     own = normalize(dict(values) | {"device": device})

@@ -90,7 +90,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 DAMAGE = {
     "no settings": (lambda run: (run / "resolved.yaml").unlink(), "resolved.yaml"),
-    "cut settings": (lambda run: (run / "resolved.yaml").write_text("model:\n  name: po"), "its configuration lacks"),
+    "cut settings": (lambda run: (run / "resolved.yaml").write_text("model:\n  name: po"), "it lacks 'device'"),
     "an evaluation of garbage": (lambda run: (run / "eval.parquet").write_bytes(b"PAR"), "arquet"),
     "other metrics": (lambda run: replace(run / "metrics.jsonl", "reward/mean", "reward"), "it lacks 'reward/mean'"),
 }
