@@ -1,7 +1,6 @@
 """Commands that measure a policy: `python -m qerl_lab.evaluate accuracy|compare|entropy|sigma KEY=VALUE ...`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from qerl_lab.cli.grammar import Command, main_of
@@ -19,14 +18,13 @@ from qerl_lab.evaluate.evaluate_options import (
 from qerl_lab.system import exits, terminal
 
 
-@contextmanager
-def naming(model: str) -> Iterator[None]:
-    """Context manager: in a ConfigError about `model` write the key `model`, which users type here, for model.path."""
+def _run_as_typed(run: Callable[[Any], None], options: AccuracyOptions | EntropyOptions | SigmaOptions) -> None:
+    """Call `run(options)`. A ConfigError about options.model names the key `model`, as typed, instead of model.path."""
     try:
-        yield
+        run(options)
     except ConfigError as error:
-        said = str(error).replace(f"model.path={model}", f"model={model}") if model else str(error)
-        raise ConfigError(said) from error
+        typed = f"model={options.model}" if options.model else "model.path="  # with run= the path is of the run
+        raise ConfigError(str(error).replace(f"model.path={options.model}", typed)) from error
 
 
 def accuracy(options: AccuracyOptions) -> None:
@@ -39,8 +37,7 @@ def accuracy(options: AccuracyOptions) -> None:
         with terminal.quiet_imports():
             from qerl_lab.evaluate.accuracy_run import run
 
-        with naming(options.model):
-            run(options)
+        _run_as_typed(run, options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on where it stopped") from None
 
@@ -72,8 +69,7 @@ def entropy(options: EntropyOptions) -> None:
     with terminal.quiet_imports():
         from qerl_lab.evaluate.entropy import run
 
-    with naming(options.model):
-        run(options)
+    _run_as_typed(run, options)
 
 
 def sigma(options: SigmaOptions) -> None:
@@ -85,8 +81,7 @@ def sigma(options: SigmaOptions) -> None:
     with terminal.quiet_imports():
         from qerl_lab.evaluate.sigma import run
 
-    with naming(options.model):
-        run(options)
+    _run_as_typed(run, options)
 
 
 LINE = "python -m qerl_lab.evaluate"

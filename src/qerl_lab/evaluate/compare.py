@@ -102,9 +102,9 @@ def read_arm(path: str) -> dict[int, Evaluated]:
     files = [top / ABOUT] if (top / ABOUT).is_file() else sorted(top.rglob(ABOUT))
     folders = [file.parent for file in files if not file.parent.name.endswith((".partial", ".replaced"))]
     if not folders:
-        first = f"Type python -m qerl_lab.evaluate accuracy {shell_override('run', path)} first, or"
+        command = f"Type python -m qerl_lab.evaluate accuracy {shell_override('run', path)} first, or"
         raise ConfigError(
-            f"{path} holds no evaluation. {first if RunDirectory(top).is_claimed else 'Type'} the directory of one."
+            f"{path} holds no evaluation. {command if RunDirectory(top).is_claimed else 'Type'} the directory of one."
         )
     by_seed: dict[int, Evaluated] = {}
     for folder in folders:

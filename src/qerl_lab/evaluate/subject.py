@@ -77,7 +77,7 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
     folder, longest = on_disk.local_path(cfg.model.path), cfg.rollout.max_completion_tokens
     context = on_disk.context_tokens(read_json(folder / "config.json")) if folder else None
     if context is not None and (prompt := cfg.rollout.max_prompt_tokens) + longest > context:
-        shorter = on_disk.shorter_prompt(prompt, longest, context)
+        shorter = min(prompt, max(context // 2, context - longest))  # as `on_disk.check` proposes to a run
         raise ConfigError(
             f"max_prompt_tokens={prompt} and max_completion_tokens={longest} are {prompt + longest} tokens, and "
             f"model.path={cfg.model.path} was made for {context}. Type max_prompt_tokens={shorter} "
