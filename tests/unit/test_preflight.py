@@ -82,7 +82,10 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
         ),
         ("lora.target_modules=[q_proj,foo]", ["'foo' is no Linear layer", "allowed: down_proj,", "gate_proj"]),
         ("aqn=linear aqn.norms=[input_layrnorm]", ["aqn.norms", "Did you mean input_layernorm?"]),
-        ("aqn=linear aqn.norms=[norm]", ["'norm' is no norm", "allowed: input_layernorm, post_attention_layernorm."]),
+        (
+            "aqn=linear aqn.norms=[norm]",
+            ["'norm' is no norm in a layer of model.path=", "allowed: input_layernorm, post_attention_layernorm."],
+        ),
         ("format.ignore=[foo]", ["format.ignore: 'foo' is no Linear layer", "re:PATTERN"]),
         ("task=gsm8k task.path=''", ["task.path= is empty", "Leave task.path out."]),
         ("task=gsm8k task.path=/no/such/place", ["task.path=/no/such/place is not there", "such as openai/gsm8k"]),

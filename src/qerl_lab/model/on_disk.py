@@ -256,7 +256,7 @@ def _check_layer_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) 
             refuse("lora.target_modules", entry, "Linear layer", ends)
     for entry in cfg.aqn.norms:
         if entry not in norms:
-            refuse("aqn.norms", entry, "norm", norms)
+            refuse("aqn.norms", entry, "norm in a layer", norms)
     for entry in cfg.format.ignore:
         if entry != HEAD and not any(is_ignored(name, [entry]) for name in linears):
             refuse("format.ignore", entry, "Linear layer", [*ends, "re:PATTERN"])
