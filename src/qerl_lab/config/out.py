@@ -27,16 +27,16 @@ def check_apart(options: OutputOptions, model: str) -> None:
         raise ConfigError(f"out={options.out} and model={model} lie within each other. Type an out beside the model.")
 
 
-def check_free(options: OutputOptions, record: str) -> None:
-    """Raise ConfigError if `out` exists, unless `overwrite` is set and this command wrote `out`.
+def check_free(folder: Path, out: str, record: str, *, overwrite: bool) -> None:
+    """Raise ConfigError if `folder` exists, unless `overwrite` is set and this command wrote it.
 
-    `record` is the name of the file that the command leaves in its output (see `records`).
+    `out` is the folder as the user typed it. `record` is the name of the file that the command leaves in its output.
     """
-    if not options.folder.exists():
+    if not folder.exists():
         return
-    if not (options.folder / record).is_file():
+    if not (folder / record).is_file():
         raise ConfigError(
-            f"out={options.out} was not made by this command, so overwrite=true does not remove it. Type another out."
+            f"out={out} was not made by this command, so overwrite=true does not remove it. Type another out."
         )
-    if not options.overwrite:
-        raise ConfigError(f"out={options.out} exists. Type another out, or overwrite=true to replace it.")
+    if not overwrite:
+        raise ConfigError(f"out={out} exists. Type another out, or overwrite=true to replace it.")

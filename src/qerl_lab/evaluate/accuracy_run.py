@@ -20,6 +20,7 @@ from qerl_lab import formats, rollout
 from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.out import check_free
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import subject, summary
@@ -67,9 +68,7 @@ def run(options: AccuracyOptions) -> None:
     known = read_json(out / ABOUT, dict) if (out / ABOUT).is_file() else {}
     if (known.get("schema"), known.get("identity")) == (SCHEMA, identity):
         return print_results(out, "was evaluated before")
-    if out.exists() and not options.overwrite:
-        given = f"out={options.out or out}"
-        raise ConfigError(f"{given} holds something else. Type another out, or overwrite=true to replace it.")
+    check_free(out, options.out or str(out), ABOUT, overwrite=options.overwrite)
     # A dense base is asked once: its own engine is the common one.
     engines = (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,)
     with Unfinished(out, identity, options.overwrite) as unfinished:

@@ -85,5 +85,5 @@ def check(options: QuantizeOptions) -> None:
                 f"method={options.method} was given. Leave {key} out."
             )
     check_apart(options, options.model)
-    check_free(options, QUALITY)
+    check_free(options.folder, options.out, QUALITY, overwrite=options.overwrite)
     check_patterns("ignore", options.ignore)

@@ -90,6 +90,8 @@ def _result_of(where: str, function: Callable[..., Any], cfg: TaskConfig) -> Any
     """Return `function(cfg)` of the user's file. Raises ConfigError, with its place, for a ValueError or OSError."""
     try:
         return function(cfg)
+    except ConfigError:  # of a function of the lab that the file calls
+        raise
     except (ValueError, OSError) as error:
         raise ConfigError(f"{where} raised {_describe_error(error, str(cfg.module))}.") from error
 

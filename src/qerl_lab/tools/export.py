@@ -64,7 +64,7 @@ def requested_run(options: ExportOptions) -> RunDirectory:
             f"run={options.run} has no adapter/{WEIGHTS}. To write it again from the last checkpoint, move DONE out of "
             f"the directory and type python -m qerl_lab {resume_override(options.run)}."
         )
-    check_free(options, EXPORT)
+    check_free(options.folder, options.out, EXPORT, overwrite=options.overwrite)
     return run
 
 

@@ -99,7 +99,7 @@ def check(options: WarmupOptions) -> None:
             f"divisor. Type for example micro_batch_size={math.gcd(options.micro_batch_size, options.batch_size)}."
         )
     check_apart(options, options.model)
-    check_free(options, WARMUP)
+    check_free(options.folder, options.out, WARMUP, overwrite=options.overwrite)
 
 
 def warm_up(options: WarmupOptions) -> None:

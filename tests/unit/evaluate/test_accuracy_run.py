@@ -173,6 +173,13 @@ def test_a_benchmark_is_asked_as_the_run_asks_its_own_task_or_as_its_file_says()
     assert brief.messages(brief.heldout[0]) == [{"role": "user", "content": brief.heldout[0].prompt}]
 
 
+def test_a_directory_that_no_evaluation_made_is_never_replaced(run_dir, tmp_path, capsys) -> None:
+    (kept := tmp_path / "thesis.tex").write_text("mine")
+    assert go(f"run={run_dir}", "questions=2", "samples=1", f"out={tmp_path}", "overwrite=true") == 2
+    assert f"out={tmp_path} was not made by this command" in capsys.readouterr().err
+    assert kept.read_text() == "mine"
+
+
 def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, capsys) -> None:
     words = [f"run={run_dir}", "questions=3", "samples=1"]
     for further, count in (([], 1), (["temperature=0"], 2), ([], 2)):
@@ -181,7 +188,7 @@ def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, ca
     assert "was evaluated before" in capsys.readouterr().out
     (first, *_) = sorted((run_dir / "evaluations").iterdir())
     assert go(*words, "seed=7", f"out={first}") == 2
-    assert f"out={first} holds something else. Type another out, or overwrite=true" in capsys.readouterr().err
+    assert f"out={first} exists. Type another out, or overwrite=true" in capsys.readouterr().err
     assert go(*words, "seed=7", f"out={first}", "overwrite=true") == 0
     about = read(first)[1]
     assert (about["identity"]["seed"], about["run_seed"]) == (7, 0)  # the draw's, and the run's own
@@ -362,7 +369,7 @@ def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_
     (copy / "model.safetensors").write_bytes(weights)
     os.utime(copy / "model.safetensors", (1, 1))
     assert go(f"model={copy}", *words) == 2
-    assert "holds something else. Type another out" in capsys.readouterr().err
+    assert "exists. Type another out" in capsys.readouterr().err
 
 
 def identity(
