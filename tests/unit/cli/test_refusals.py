@@ -462,7 +462,7 @@ def test_words_that_do_little_are_said():
 def test_a_dry_run_in_a_used_directory_is_refused_as_the_run_would_be(capsys, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").touch()
-    assert "used is not empty. Type resume=" in refused("run_dir=used dry_run=true", capsys)
+    assert "used is not empty. Type run_dir=DIR for a new run" in refused("run_dir=used dry_run=true", capsys)
 
 
 SWEEP = "seed=0,1 hydra.sweep.dir=begun device=cuda"
