@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_lab.cli.grammar import Command, run_subcommand
+from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError, did_you_mean, option
-from qerl_lab.config.paths import CLAIMS
+from qerl_lab.config.paths import CLAIMS, sha256
 from qerl_lab.record.directory import is_run
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory, replace_file
 from qerl_lab.system.terminal import format_path
 
 if TYPE_CHECKING:
-    from qerl_lab.report.claims import Claim
     from qerl_lab.report.runs import Run
 
 WHERE = "directories of runs, sweeps or results; the key may be left out"
@@ -40,7 +40,7 @@ def report(options: ReportOptions) -> None:
     If the reported results have a claims.yaml and that folder has none, the first is copied there, so that the report
     tests the claims of its results. Raises ConfigError for `bench` without `out`, and as `comparison.read`.
     """
-    from qerl_lab.report import claims, comparison  # pandas and scipy take a second
+    from qerl_lab.report import comparison  # pandas and scipy take a second
 
     if options.bench and not options.out:
         raise ConfigError(
@@ -59,21 +59,21 @@ def report(options: ReportOptions) -> None:
         written = page.write(folder, compared, options.baseline, [Path(file).expanduser() for file in options.bench])
         size = sum(path.stat().st_size for path in written)
         print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
-        tested = claims.read(folder / CLAIMS, CLAIMS) if (folder / CLAIMS).is_file() else claims.of_paper()
         copy = f"copy their file to {format_path(folder / CLAIMS)} and type the same line again"
-        if note := _note_other_claims(compared.counted, tested, copy):
+        if note := _note_other_claims(compared.counted, [*folder.glob(CLAIMS)], copy):
             print(f"{note}\n")
     print(comparison.text(compared, comparison.baseline_of(list(compared.arms), options.baseline)))
 
 
-def _note_other_claims(runs: "Sequence[Run]", tested: "Sequence[Claim]", remedy: str) -> str:
-    """Say how many runs were made to test other claims than those that were tested; empty if none was.
+def _note_other_claims(runs: "Sequence[Run]", tested: Sequence[Path], remedy: str) -> str:
+    """Say how many runs were made to test other claims than those in the files `tested`; empty if none was.
 
-    A run records the SHA-256 of the claims file, but their verdicts need the file. `remedy` says how to give it.
+    Without a file the paper's claims were tested. A run records the SHA-256 of the claims file, but their verdicts need
+    the file. `remedy` says how to give it.
     """
     hashes = Counter(run.origin.claims_sha256 for run in runs if run.origin.claims_sha256)
-    for claim in tested:
-        del hashes[claim.file.sha256]
+    for file in tested or [package_data("results/reference") / CLAIMS]:
+        del hashes[sha256(file)]
     files = ", ".join(digest[:12] for digest in hashes)
     were = f"note: {hashes.total()} of {with_noun(len(runs), 'run')} were made to test other claims"
     return f"{were} (SHA-256 {files}): {remedy}" if hashes else ""
@@ -108,7 +108,8 @@ def verdicts(options: VerdictsOptions) -> None:
     from qerl_lab.report import claims, comparison, verdict_tables
     from qerl_lab.report.verdicts import judge
 
-    read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
+    files = [Path(file).expanduser() for file in options.claims]
+    read = [claim for file, called in zip(files, options.claims, strict=True) for claim in claims.read(file, called)]
     sources = [Path(source).expanduser() for source in options.sweep]
     compared = comparison.read(sources)
     rows = judge(compared.counted, compared.runs, read or None)
@@ -117,9 +118,7 @@ def verdicts(options: VerdictsOptions) -> None:
     if beside and not options.claims:
         words = shlex.join([*options.sweep, f"claims={','.join(beside)}"])
         print(f"\nThe results have claims of their own, not tested here. To test them:\n\n    {VERDICTS} {words}")
-    elif note := _note_other_claims(
-        compared.counted, [row.claim for row in rows], "type claims=FILE for their verdicts"
-    ):
+    elif note := _note_other_claims(compared.counted, files, "type claims=FILE for their verdicts"):
         print(f"\n{note}")
     if options.out:
         folder = _make_output_folder(options.out)
