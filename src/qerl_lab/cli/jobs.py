@@ -51,7 +51,7 @@ def continue_sweep(plan: Plan) -> Plan:
             continue
         if len(there) == len(jobs):
             return replace(plan, jobs=jobs, directory=directory, directory_is_fixed=True)
-        if not notes and len(there) == len(_run_directories(directory)):
+        if not notes and len(there) == len([*directory.rglob("resolved.yaml")]):
             typed = shell_override("hydra.sweep.dir", format_path(directory))
             notes = [f"{len(there)} of these runs are in {format_path(directory)}: type {typed} to run only the others"]
     return replace(plan, jobs=[replace(job, notes=[*job.notes, *notes]) for job in plan.jobs])
@@ -98,16 +98,11 @@ def plan_of_sweep(directory: Path) -> Plan | None:
     """Read the plan of an existing sweep from its directory; None if the directory has no sweep."""
     if not (directory / LOCK).exists():
         return None
-    jobs = list[Job]()
-    for number, path in enumerate(sorted(_run_directories(directory), key=lambda path: by_numbers(str(path)))):
+    jobs, run_dirs = list[Job](), [path.parent for path in directory.rglob("resolved.yaml")]
+    for number, path in enumerate(sorted(run_dirs, key=lambda path: by_numbers(str(path)))):
         run = RunDirectory(path)
         jobs.append(Job(number, run.overrides(), run.config(), path, begun=run.status != "not run"))
     return Plan(jobs, directory, directory_is_fixed=True, multirun=True)
-
-
-def _run_directories(directory: Path) -> list[Path]:
-    """List the directories of runs below a sweep's directory, in no order."""
-    return [path.parent for path in directory.rglob("resolved.yaml")]
 
 
 def claim_directories(plan: Plan, command: str) -> Plan:

@@ -62,7 +62,7 @@ def ask_questions(
         "completion": texts,
         "entropy_nats": np.array([completion.entropy for completion in out.completions], float),
     }
-    return pd.concat([pd.DataFrame(graded), pd.DataFrame(parts), pd.DataFrame(sampled)], axis=1)
+    return pd.DataFrame(graded | parts | sampled)
 
 
 def evaluate(

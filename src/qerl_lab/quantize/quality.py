@@ -16,7 +16,6 @@ from tqdm import tqdm
 from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
 from qerl_lab.evaluate import weight_error
-from qerl_lab.evaluate.weight_error import decibels
 from qerl_lab.formats.format import Format
 from qerl_lab.model.weight_files import WeightFiles, lab_records
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
@@ -94,11 +93,11 @@ def sqnr_summary(layers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
 
     None stands for infinite. `layers` has the result of `measure_layer` by layer name.
     """
-    levels = {name: decibels(signal, error) for name, (signal, error) in layers.items()}
+    levels = {name: weight_error.decibels(signal, error) for name, (signal, error) in layers.items()}
     ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
     signals, errors = zip(*layers.values(), strict=True)
     return {
-        "all": decibels(sum(signals), sum(errors)),
+        "all": weight_error.decibels(sum(signals), sum(errors)),
         "lowest": [{"layer": name, "db": levels[name]} for name in ranked[:LOWEST]],
         "layers": levels,
     }

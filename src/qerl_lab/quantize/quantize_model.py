@@ -184,12 +184,16 @@ def _as_transformers_reads(ignore: list[str], packed: list[str], dense: list[str
     name, even within one of its parts, and knows no `re:`. Modules, patterns, and last parts that would leave further
     Linears dense are replaced by the full names of those that they match. Raises ConfigError if these would too.
     """
+
+    def left_dense(skipped: list[str]) -> list[str]:  # with `skipped` as llm_int8_skip_modules
+        return [name for name in packed if not should_convert_module(name, skipped)]
+
     names = list[str]()
     for entry in ignore:
         matched = [name for name in dense if is_ignored(name, [entry])]
-        is_kept = all(name.endswith(entry) for name in matched) and not _taken_for_dense(packed, [entry])
+        is_kept = all(name.endswith(entry) for name in matched) and not left_dense([entry])
         names += [entry] if is_kept else matched
-    if taken := _taken_for_dense(packed, names):
+    if taken := left_dense(names):
         ends = dict.fromkeys(name.rpartition(".")[2] for name in taken)
         raise ConfigError(
             f"ignore={spell_value(ignore)} with format=nf4 packs {some_of(taken, 1)}, and transformers, which "
@@ -197,8 +201,3 @@ def _as_transformers_reads(ignore: list[str], packed: list[str], dense: list[str
             f"Type ignore={spell_value([*ignore, *ends])}."
         )
     return names
-
-
-def _taken_for_dense(packed: list[str], names: list[str]) -> list[str]:
-    """Return which of the Linears `packed` transformers takes for dense if `llm_int8_skip_modules` has `names`."""
-    return [name for name in packed if not should_convert_module(name, names)]
