@@ -46,9 +46,10 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     the held-out questions is taken from runs with the same training questions, two missing ones from runs with the same
     path, unless these runs disagree. A run with unknown questions keeps its path.
     """
+    of_task = [{key: text for key, text in run.settings.items() if key.startswith("task.")} for run in runs]
     table = pd.DataFrame({
         "path": [run.value(TASK_PATH) for run in runs],
-        "task": [str(sorted(item for item in run.settings.items() if _is_of_task(item[0]))) for run in runs],
+        "task": [str(sorted((own | {TASK_PATH: ""}).items())) for own in of_task],
         "training": [run.origin.training_sha256 for run in runs],
         "heldout": [run.origin.heldout_sha256 for run in runs],
     }, dtype=str)  # fmt: skip
@@ -64,11 +65,6 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
         replace(run, settings={**run.settings, TASK_PATH: paths[place]}) if place in paths.index else run
         for place, run in enumerate(runs)
     ]
-
-
-def _is_of_task(key: str) -> bool:
-    """Tell whether a key is one of a task other than its path."""
-    return key.startswith("task.") and key != TASK_PATH
 
 
 def _fill_blanks(table: pd.DataFrame, column: str, by: str) -> pd.Series:

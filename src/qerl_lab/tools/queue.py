@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -329,29 +330,26 @@ class Machine:
         self._write_row(planned, run, start, training_seconds, 0)
         self.pack(planned)
         if run.status == DONE and planned.after:
-            evaluated = self._evaluate(planned, visible)
+            with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
+                evaluate = partial(self._evaluate, planned, visible)
+                evaluated = sum(side_by_side.map(evaluate, range(len(planned.after)), planned.after))
             _drop_texts(run)
             self._write_row(planned, run, start, training_seconds + time.time() - trained, evaluated)
             self.pack(planned)
         return True
 
-    def _evaluate(self, planned: Planned, visible: Mapping[str, str]) -> int:
-        """Run the evaluate commands of a trained run side by side, and return how many succeeded.
+    def _evaluate(self, planned: Planned, visible: Mapping[str, str], number: int, line: str) -> bool:
+        """Wait `number` * STAGGER_SECONDS, run the evaluate command `line` of a run, and return whether it succeeded.
 
-        They start STAGGER_SECONDS apart. A finished evaluation only prints its table.
+        A finished evaluation only prints its table.
         """
-
-        def evaluate(number: int, line: str) -> bool:
-            self.stopped.wait(STAGGER_SECONDS * number)
-            command, *words = shlex.split(os.path.expandvars(line))
-            words = ["-m", "qerl_lab.evaluate", command, f"run={self.run_folder(planned)}", *words]
-            code = self._call(planned, words, visible)
-            if code != OK:
-                self._tell_end(planned, code, f"is trained, and its evaluation `{line}` ")
-            return code == OK
-
-        with ThreadPoolExecutor(len(planned.after)) as side_by_side:  # an engine mostly waits for its host
-            return sum(side_by_side.map(evaluate, range(len(planned.after)), planned.after))
+        self.stopped.wait(STAGGER_SECONDS * number)
+        command, *words = shlex.split(os.path.expandvars(line))
+        words = ["-m", "qerl_lab.evaluate", command, f"run={self.run_folder(planned)}", *words]
+        code = self._call(planned, words, visible)
+        if code != OK:
+            self._tell_end(planned, code, f"is trained, and its evaluation `{line}` ")
+        return code == OK
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         """Run Python with arguments `words` and environment variables `visible`; append its output to `console_file`.
