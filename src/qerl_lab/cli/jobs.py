@@ -63,15 +63,13 @@ def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
 
 
 def _has_same_run(job: Job) -> bool:
-    """Tell whether the job's directory holds a run of the same arm, seed, gpus and questions.
+    """Tell whether the run in the job's directory is of the same arm, seed, gpus and questions.
 
     Questions are compared by the hashes of their files, so files that were moved are the same. At the same path they
     also count as the same if the run recorded no hashes, or if the files are gone now, because the run reports missing
     files when it resumes. Returns False for a run with a damaged record, which could not be resumed.
     """
     run, wanted = RunDirectory(job.run_dir), as_recorded(job.config)
-    if not run.is_claimed:
-        return False
     try:
         recorded, data = run.settings(), run.environment().get("data") or {}
     except ConfigError:

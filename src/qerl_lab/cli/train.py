@@ -321,8 +321,7 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
             continue
         try:
             config = run.config() if job.begun else job.config  # moved questions are needed where they were
-            found = preflight.check(config, job.run_dir, is_here=uses_this_machine)
-            notes = [*job.notes, *found]
+            notes = [*job.notes, *preflight.check(config, job.run_dir, is_here=uses_this_machine)]
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None

@@ -74,15 +74,8 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
         )
     rules.check_engine(cfg)
     preflight.check_engine(cfg)
-    folder, longest = on_disk.local_path(cfg.model.path), cfg.rollout.max_completion_tokens
-    context = on_disk.context_tokens(read_json(folder / "config.json")) if folder else None
-    if context is not None and (prompt := cfg.rollout.max_prompt_tokens) + longest > context:
-        shorter = min(prompt, max(context // 2, context - longest))  # as `on_disk.check` proposes to a run
-        raise ConfigError(
-            f"max_prompt_tokens={prompt} and max_completion_tokens={longest} are {prompt + longest} tokens, and "
-            f"model.path={cfg.model.path} was made for {context}. Type max_prompt_tokens={shorter} "
-            f"max_completion_tokens={context - shorter}."
-        )
+    if folder := on_disk.local_path(cfg.model.path):
+        on_disk.check_context(read_json(folder / "config.json"), cfg, f"model.path={cfg.model.path}", group="")
     return subject
 
 
@@ -115,8 +108,7 @@ def _resolve_model(options: AccuracyOptions) -> Subject:
     """
     cfg, given = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
-    on_disk.check_files(folder, given)
-    on_disk.check_chat_template(folder, given)
+    on_disk.check_chat_model(folder, given)
     cfg.model = replace(cfg.model, name=Path(options.model).name, path=options.model, revision=options.revision)
     cfg.format.name = options.format or DENSE_FORMAT
     if (stored := stored_as(folder)) is not None:

@@ -52,8 +52,7 @@ def require_dense(folder: Path, setting: str, why: str) -> None:
 
     `setting` (`key=value`) is how the user named the model; `why` ends the message about a packed model.
     """
-    on_disk.check_files(folder, setting)
-    on_disk.check_chat_template(folder, setting)
+    on_disk.check_chat_model(folder, setting)
     if stored_as(folder) is not None:
         raise ConfigError(f"{setting} is packed; allowed: the dense model, {why}")
 

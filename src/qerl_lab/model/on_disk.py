@@ -82,8 +82,7 @@ def check_content(cfg: RunConfig) -> None:
 def check(folder: Path, cfg: RunConfig) -> None:
     """Raise ConfigError if the model in `folder` is incomplete or does not fit `cfg`, judged by its files alone."""
     setting = f"model.path={cfg.model.path}"
-    check_files(folder, setting)
-    check_chat_template(folder, setting)
+    check_chat_model(folder, setting)
     model_layers = layers(folder)
     _check_layer_names(model_layers, cfg, setting)
     config = read_json(folder / "config.json", setting)
@@ -93,7 +92,7 @@ def check(folder: Path, cfg: RunConfig) -> None:
         require_same_format(cfg, name, rules)
     if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
         raise packed_head_refusal(cfg, HEAD)
-    _check_context(config, cfg, setting)
+    check_context(config, cfg, setting)
 
 
 def noted_format(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -191,8 +190,9 @@ def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
     raise ConfigError(f"{file} holds no JSON object. Download or save the model again.")
 
 
-def check_chat_template(folder: Path, setting: str) -> None:
-    """Raise ConfigError if `folder` has no chat template. `setting` (`key=value`) is how the user named the model."""
+def check_chat_model(folder: Path, setting: str) -> None:
+    """Raise ConfigError if `folder` is no whole model (`check_files`), or has no chat template."""
+    check_files(folder, setting)
     # Not chat_template.json, which transformers reads for processors only.
     if (folder / "chat_template.jinja").exists():
         return
@@ -222,17 +222,20 @@ def cache_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
 
 
-def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None:
-    """Raise ConfigError if prompt and completion can exceed the context of `config`, the model's config.json."""
+def check_context(config: dict[str, Any], cfg: RunConfig, setting: str, group: str = "rollout.") -> None:
+    """Raise ConfigError if prompt and completion can exceed the context of `config`, the model's config.json.
+
+    `group` is what users type before the keys of the two lengths.
+    """
     prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
         return
     shorter = min(prompt, max(context // 2, context - completion))
     raise ConfigError(
-        f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} are {prompt + completion} "
+        f"{group}max_prompt_tokens={prompt} and {group}max_completion_tokens={completion} are {prompt + completion} "
         f"tokens, and {setting} was made for {context} (its config.json: max_position_embeddings). Type "
-        f"rollout.max_prompt_tokens={shorter} rollout.max_completion_tokens={context - shorter}."
+        f"{group}max_prompt_tokens={shorter} {group}max_completion_tokens={context - shorter}."
     )
 
 

@@ -87,8 +87,7 @@ class WarmupOptions(OutputOptions):
 def check(options: WarmupOptions) -> None:
     """Raise ConfigError at the first option that cannot work, without loading anything."""
     if folder := on_disk.local_path(options.model, "model"):
-        on_disk.check_files(folder, f"model={options.model}")
-        on_disk.check_chat_template(folder, f"model={options.model}")
+        on_disk.check_chat_model(folder, f"model={options.model}")
     if options.task_path is not None:
         is_local(options.task_path, "task_path=")
     if options.task_module is not None:
@@ -248,8 +247,8 @@ def count_updates(epochs: float, rows: int, batch_size: int) -> int:
 def training_words(options: WarmupOptions) -> list[str]:
     """Return the command-line overrides (`key=value`) with which the main command trains the new model."""
     scale = next((scale for name, scale in SCALES.items() if name in options.model), "custom")
-    words = ["+experiment=nvfp4_aqn", f"scale={scale}"]
-    words += [hydra_override("model.path", terminal.format_path(options.folder))]
+    model = hydra_override("model.path", terminal.format_path(options.folder))
+    words = ["+experiment=nvfp4_aqn", f"scale={scale}", model]
     words += [] if options.task == "arithmetic" else [f"task={options.task}"]
     return words + [hydra_override(f"task.{key}", value) for key, value in options.given_task_keys().items()]
 

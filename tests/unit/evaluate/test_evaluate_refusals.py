@@ -30,11 +30,13 @@ from qerl_lab.model.on_disk import ASSETS
         ("accuracy model=pocket benchmarks=arithmetic:x", "arithmetic makes its own questions. Type arithmetic alone"),
         (
             "accuracy model=pocket benchmarks=arithmetic max_completion_tokens=2048",
-            "are 3072 tokens, and model=pocket was made for 2048. Type max_prompt_tokens=1024 max_completion_tokens=",
+            "are 3072 tokens, and model=pocket was made for 2048 (its config.json: "
+            "max_position_embeddings). Type max_prompt_tokens=1024 max_completion_tokens=",
         ),
         (
             "accuracy model=pocket benchmarks=arithmetic max_prompt_tokens=500 max_completion_tokens=1600",
-            "are 2100 tokens, and model=pocket was made for 2048. Type max_prompt_tokens=500 max_completion_tokens=",
+            "are 2100 tokens, and model=pocket was made for 2048 (its config.json: "
+            "max_position_embeddings). Type max_prompt_tokens=500 max_completion_tokens=",
         ),
         ("entropy formats=nvfp4 checkpoints=pocket", "error: pocket in checkpoints is dense; allowed: packed ones."),
         (
