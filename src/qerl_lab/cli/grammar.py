@@ -106,11 +106,11 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
         if word.startswith("-"):
             raise unknown_flag_error(word, {key: f"{key}=VALUE" for key in types}, HELP)
         key, sign, text = word.lstrip("+").partition("=")
-        # A path may have an equals sign in it, or the name of a key.
-        is_there = os.path.exists(word)
-        if bare and (not sign or is_there) and (key not in types or (is_there and not sign)):
-            paths.append(word)
-            continue
+        if bare:  # a path may have an equals sign in it, or the name of a key
+            is_known, is_there = key in types, os.path.exists(word)
+            if (is_there and not is_known) if sign else (is_there or not is_known):
+                paths.append(word)
+                continue
         if not sign or not key:
             raise unreadable_override_error(word, types)
         if key not in types:
@@ -186,8 +186,10 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
     items = [item.strip() for item in value.split(",")]
     if kind not in TEXT and any(items) and not all(items) and not set("([{'\"") & set(value):
         values = [item for item in items if item]
-        what = f"-m {key}={','.join(values) if len(values) > 1 else 'A,B'} without spaces, or {key}={values[0]}"
-        what = shell_line([f"{key}={spell_list(values)}"]) if is_list else f"{what} for one value"
+        several = ",".join(values) if len(values) > 1 else "A,B"
+        what = f"-m {key}={several} without spaces, or {key}={values[0]} for one value"
+        if is_list:
+            what = shell_line([f"{key}={spell_list(values)}"])
         return ConfigError(f"{override} lacks a value beside a comma. Type {what}.")
     example = "['a, b']" if is_list else r"'it\'s'" if "'" in value else "'a, b'"
     return ConfigError(

@@ -18,7 +18,6 @@ from qerl_lab.system.disk import lock, make_directory
 from qerl_lab.system.terminal import by_numbers, format_path
 
 LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
-TASK_PATH = "task.path"
 
 
 def continue_sweep(plan: Plan) -> Plan:
@@ -75,8 +74,8 @@ def _has_same_run(job: Job) -> bool:
     except ConfigError:
         return False
     there, here = settings_of_arm(recorded), settings_of_arm(wanted)
-    is_same_path = there.get(TASK_PATH) == here[TASK_PATH]
-    is_same_arm = there | {TASK_PATH: here[TASK_PATH]} == here
+    is_same_path = there.get("task.path") == here["task.path"]
+    is_same_arm = there | {"task.path": here["task.path"]} == here
     if not is_same_arm or any(recorded.get(key) != wanted[key] for key in ("seed", "gpus")):
         return False
     try:

@@ -176,7 +176,10 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> None:
 
 
 def remedy_in_arm(cfg: RunConfig, remedy: str) -> str:
-    """Return `remedy` as it is typed for `cfg`: an experiment fixes format and noise, so another one must be named."""
+    """Adapt `remedy`, overrides to type, to a run with +experiment, which fixes format and noise.
+
+    There `format=X` becomes `+experiment=X`, and `aqn=X` gets the words "without +experiment".
+    """
     if cfg.experiment == RunConfig().experiment:
         return remedy
     return re.sub(r"\baqn=\w+", r"\g<0> without +experiment", remedy.replace("format=", "+experiment="))

@@ -19,12 +19,13 @@ from qerl_lab.system import exits, terminal
 
 
 def _run_as_typed(run: Callable[[Any], None], options: AccuracyOptions | EntropyOptions | SigmaOptions) -> None:
-    """Call `run(options)`. A ConfigError about options.model names the key `model`, as typed, instead of model.path."""
+    """Call `run(options)`, and let its errors name the key that the user typed: `model`, not model.path."""
     try:
         run(options)
     except ConfigError as error:
-        typed = f"model={options.model}" if options.model else "model.path="  # with run= the path is of the run
-        raise ConfigError(str(error).replace(f"model.path={options.model}", typed)) from error
+        if not options.model:  # with run= the path is the run's
+            raise
+        raise ConfigError(str(error).replace(f"model.path={options.model}", f"model={options.model}")) from error
 
 
 def accuracy(options: AccuracyOptions) -> None:

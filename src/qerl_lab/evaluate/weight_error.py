@@ -29,9 +29,10 @@ def of_layers(
 
 
 def of_layer(weight: Tensor, stored: Tensor, *, fit_scales: bool) -> tuple[float, float]:
-    """Return the sums of squares of `weight[N, K]` and of the error of `stored[N, K]`, its packed copy, in float64.
+    """Sum the squares of `weight[N, K]`, and those of its rounding error `stored - weight`, in float64.
 
-    `fit_scales` first scales the rows and columns of `stored` to fit `weight`, because AWQ moves scales between layers.
+    `stored[N, K]` is the packed weight, dequantized. `fit_scales` first scales its rows and columns to fit `weight`,
+    because AWQ moves scales from one layer into another.
     """
     if fit_scales:
         stored = remove_scales(weight, stored)

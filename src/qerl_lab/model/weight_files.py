@@ -37,7 +37,11 @@ class Stored(NamedTuple):
 
 
 class Weights(ABC):
-    """Weights of a model by tensor name: `stored` says where each is, with shape and dtype; `tensor` returns it."""
+    """Weights of a model, by tensor name. A subclass reads the tensors from files, or makes them.
+
+    Attributes:
+        stored: file, shape and dtype of each tensor.
+    """
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self.stored = stored

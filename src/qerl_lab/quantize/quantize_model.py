@@ -178,11 +178,15 @@ def _check_weight(name: str, weights: WeightFiles, model: nn.Module, folder: Pat
 
 
 def _as_transformers_reads(ignore: list[str], packed: list[str], dense: list[str]) -> list[str]:
-    """Return entries with which transformers leaves the same Linears dense as `ignore` does: `dense`, none of `packed`.
+    """Rewrite `ignore` for NF4, so that transformers leaves the same Linears dense as this lab does.
 
-    NF4 needs this, because transformers (`should_convert_module`) takes an entry for the beginning or the end of a
-    name, even within one of its parts, and knows no `re:`. Modules, patterns, and last parts that would leave further
-    Linears dense are replaced by the full names of those that they match. Raises ConfigError if these would too.
+    transformers (`should_convert_module`) takes an entry for the beginning or the end of a name, even within one of its
+    parts, and knows no `re:`. So modules, patterns, and last parts that would match further Linears are replaced by the
+    full names of the Linears that they match. Raises ConfigError if even a full name is the beginning of another.
+
+    Args:
+        packed: names of the Linears that are packed.
+        dense: names of those that `ignore` leaves dense.
     """
 
     def left_dense(skipped: list[str]) -> list[str]:  # with `skipped` as llm_int8_skip_modules

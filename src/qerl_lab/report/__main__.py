@@ -66,10 +66,10 @@ def report(options: ReportOptions) -> None:
 
 
 def _note_other_claims(runs: "Sequence[Run]", tested: Sequence[Path], remedy: str) -> str:
-    """Say how many runs were made to test other claims than those in the files `tested`; empty if none was.
+    """Return a note that counts the runs that were made to test other claims than `tested`; empty if there are none.
 
-    Without a file the paper's claims were tested. A run records the SHA-256 of the claims file, but their verdicts need
-    the file. `remedy` says how to give it.
+    `tested` lists files of claims; an empty list stands for the paper's claims. A run records only the SHA-256 of its
+    file of claims, so the user must give that file; `remedy` says how.
     """
     hashes = Counter(run.origin.claims_sha256 for run in runs if run.origin.claims_sha256)
     for file in tested or [package_data("results/reference") / CLAIMS]:
@@ -80,9 +80,10 @@ def _note_other_claims(runs: "Sequence[Run]", tested: Sequence[Path], remedy: st
 
 
 def _make_output_folder(out: str) -> Path:
-    """Make the directory of the key `out`, and return it. Raises ConfigError if it is a run's, or not writable.
+    """Create the directory `out` for a report, and return its path.
 
-    A report inside a run's directory would be read as a second copy of the run.
+    Raises ConfigError if it is not writable, or if it is a run's directory, because the next report would read the
+    results there as a second copy of the run.
     """
     folder = Path(out).expanduser()
     if folder.is_dir() and is_run(path.name for path in folder.iterdir()):

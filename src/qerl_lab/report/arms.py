@@ -46,10 +46,10 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     the held-out questions is taken from runs with the same training questions, two missing ones from runs with the same
     path, unless these runs disagree. A run with unknown questions keeps its path.
     """
-    of_task = [{key: text for key, text in run.settings.items() if key.startswith("task.")} for run in runs]
+    tasks = [{key: text for key, text in run.settings.items() if key.startswith("task.")} for run in runs]
     table = pd.DataFrame({
         "path": [run.value(TASK_PATH) for run in runs],
-        "task": [str(sorted((own | {TASK_PATH: ""}).items())) for own in of_task],
+        "task": [str(sorted((task | {TASK_PATH: ""}).items())) for task in tasks],
         "training": [run.origin.training_sha256 for run in runs],
         "heldout": [run.origin.heldout_sha256 for run in runs],
     }, dtype=str)  # fmt: skip

@@ -87,7 +87,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
 
 
 def command_of(page: str) -> str | None:
-    """Return the command line in `page`, the text of a verdicts.md; None if no version of `markdown` made it."""
+    """Read from `page`, the text of a verdicts.md, the command that made it. Return None if no report made it."""
     found = re.match(r"# Verdicts on (?:the paper's )?claims\n\nBy `(.+)`\.\n", page)
     return found[1] if found else None
 

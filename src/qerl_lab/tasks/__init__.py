@@ -147,8 +147,8 @@ def makes_questions(cfg: TaskConfig) -> bool:
 def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., Any]]:
     """Return the functions of a task by name, such as "heldout"; those in the user's file `task.module` come first.
 
-    Raises ConfigError if that file cannot be used, or if the task lacks the function `needed`: "train", or "worked",
-    which every task has that the warm-up allows.
+    Raises ConfigError if that file cannot be used, or if the task lacks `needed`, the function of its training
+    questions: "train", or for a warm-up "worked".
     """
     if cfg.name in question_sets.SOURCES:
         functions = question_sets.functions(cfg.name)

@@ -87,7 +87,7 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
 
 
 def _result_of(where: str, function: Callable[..., Any], cfg: TaskConfig) -> Any:
-    """Return `function(cfg)` of the user's file. Raises ConfigError, with its place, for a ValueError or OSError."""
+    """Call a function of the user's file. If it raises a ValueError or OSError, raise ConfigError with its line."""
     try:
         return function(cfg)
     except ConfigError:  # of a function of the lab that the file calls
@@ -132,8 +132,9 @@ def _checked_questions(
         raise ConfigError(f"{where} must return a list of qerl_lab.tasks.Question.")
     for question in questions:
         try:
-            json.dumps(payload := {"solution": None, **question.payload})
-            "".join((question.id, question.prompt, question.answer, *([payload["solution"]] if are_solved else ())))
+            json.dumps(payload := dict(question.payload))
+            solution: Any = payload.get("solution") if are_solved else ""
+            "".join((question.id, question.prompt, question.answer, solution))  # raises TypeError for what is no text
         except (TypeError, ValueError) as error:
             with_solution = ", with the text of a solution" if are_solved else ""
             raise ConfigError(

@@ -79,7 +79,7 @@ class WarmupOptions(OutputOptions):
         return tasks.read_task_config(self.task, train_questions=self.questions, **self.given_task_keys())
 
     def given_task_keys(self) -> dict[str, str]:
-        """Map each key of `task` that these options set for warm-up and run alike to its value."""
+        """Return the keys of `task` that the user typed here, with their values. A later run needs them too."""
         given = {"path": self.task_path, "module": self.task_module, "instruction": self.instruction}
         return {key: value for key, value in given.items() if value is not None}
 
