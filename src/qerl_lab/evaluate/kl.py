@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -70,17 +69,19 @@ def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -
     """Yield float32 log-probs [at most CHUNK, vocabulary] of `model` at `temperature`, from its `hidden_states`.
 
     The model's own forward computes the logits, because some models scale them after the output layer (Granite) or cap
-    them (Gemma 2). The forward runs on one dummy token, and a hook replaces the output of the model's backbone by
-    `states`.
+    them (Gemma 2). Its backbone runs once, on a dummy token, for the output that this forward reads; then the backbone
+    returns that output with `states` in it.
     """
+    backbone = model.base_model
     token = torch.zeros(1, 1, dtype=torch.long, device=states.device)
+    with torch.no_grad():
+        output = backbone(input_ids=token, use_cache=False)
     for chunk in states.split(CHUNK):
-
-        def put_states(_module: nn.Module, _args: Any, output: Any, chunk: Tensor = chunk) -> Any:
-            """Hook of torch: replace the output of the model's backbone by `chunk`."""
-            output.last_hidden_state = chunk.unsqueeze(1)
-            return output
-
-        with torch.no_grad(), model.base_model.register_forward_hook(put_states):
-            logits = model(input_ids=token, use_cache=False).logits.squeeze(1)
+        output.last_hidden_state = chunk.unsqueeze(1)
+        backbone.forward = lambda **_: output
+        try:
+            with torch.no_grad():
+                logits = model(input_ids=token, use_cache=False).logits.squeeze(1)
+        finally:
+            del backbone.forward  # the method of its class is back
         yield (logits.float() / temperature).log_softmax(-1)

@@ -41,11 +41,17 @@ def test_logprobs_are_those_of_a_forward_pass(name: str) -> None:
     assert (found - forward(model, 1.0)).abs().max() > 1e-3
 
 
-def test_only_the_logits_of_a_chunk_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = tiny_model().eval(), []
+def test_only_the_logits_of_a_chunk_are_in_memory_and_the_layers_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen, layers_ran = tiny_model().eval(), [], []
     states = kl.hidden_states(model, PAIRS)
     (whole,) = kl.logprobs(model, states)
     monkeypatch.setattr(kl, "CHUNK", 4)
-    with model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))):
+    with (
+        model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))),
+        model.base_model.layers[0].register_forward_hook(lambda *_: layers_ran.append(1)),
+    ):
         torch.testing.assert_close(torch.cat(list(kl.logprobs(model, states))), whole)
     assert seen == [4, 4, 1]
+    assert len(layers_ran) == 1
+    kl.hidden_states(model, PAIRS)  # its backbone computes again
+    assert "forward" not in vars(model.base_model)
