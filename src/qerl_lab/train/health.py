@@ -131,9 +131,15 @@ def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
         if cfg.rollout.engine == "transformers":
             remedy = "model.dtype=float32"
         else:
-            no_overlap = "rollout.vllm_server.overlap=false, " if cfg.overlaps else ""  # an update causes a gap too
-            other_kernels = "rollout.vllm.linear_backend=marlin, or rollout=transformers"
-            remedy = f"{no_overlap}{other_kernels}, and compare sampler/logprob_gap_max"
+            vllm = cfg.rollout.vllm
+            causes_gap = {  # besides a wrong kernel
+                "rollout.vllm_server.overlap=false": cfg.overlaps,
+                "format.activations=auto": cfg.format.activations == "fp8",
+                "rollout.vllm.dense_dtype=auto": vllm.dense_dtype == "fp8",
+                "rollout.vllm.kv_cache_dtype=auto": vllm.kv_cache_dtype == "fp8",
+            }
+            words = [word for word, does in causes_gap.items() if does] + ["rollout.vllm.linear_backend=marlin"]
+            remedy = f"{', '.join(words)}, or rollout=transformers, and compare sampler/logprob_gap_max"
         signs["sampler and trainer are two policies"] = (
             f"Without noise each of the last steps had a token with log-probabilities {gap:.0f} nats apart or "
             f"more: sampler or trainer computes something else. Do not believe this run. Type {remedy}."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.config.schema import RolloutConfig, RunConfig, VllmServerConfig
+from qerl_lab.config.schema import RolloutConfig, RunConfig, VllmConfig, VllmServerConfig
 from qerl_lab.config.task import TaskConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.health import WINDOW, Watch
@@ -59,6 +59,9 @@ def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, floa
         server = RolloutConfig(engine="vllm_server", vllm_server=VllmServerConfig(overlap=True))
         (said,) = told([GOOD | bad] * 3 * WINDOW, RunConfig(rollout=server))
         assert "Type rollout.vllm_server.overlap=false, rollout.vllm.linear_backend=marlin, or" in said
+        eight_bits = RolloutConfig(engine="vllm", vllm=VllmConfig(dense_dtype="fp8", dense_rows=192))
+        (said,) = told([GOOD | bad] * 3 * WINDOW, RunConfig(rollout=eight_bits))
+        assert "Type rollout.vllm.dense_dtype=auto, rollout.vllm.linear_backend=marlin, or" in said
 
 
 @pytest.mark.parametrize("harmless", [
