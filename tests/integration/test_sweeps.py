@@ -23,7 +23,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import TypedCommand
+from qerl_lab.record.environment import TypedCommand, code_hash
 from standin import background, seen, started
 from waiting import wait_for
 
@@ -88,6 +88,39 @@ def test_a_sweep_with_a_deleted_run_is_named_with_what_runs_the_others(capfd: py
         assert "of these runs" not in capfd.readouterr().out
 
 
+def _record_code(run: Path, *codes: str) -> None:
+    """Write the env.json of a run's sessions, each by code of one of these hashes. The stand-in writes none."""
+    for number, code in enumerate(codes, 1):
+        text = json.dumps({"gpus": [], "data": {}, "code_hash": code})
+        (run / ("env.json" if number == 1 else f"env.{number}.json")).write_text(text)
+
+
+def test_another_code_begins_anew_and_names_the_sweep_to_go_on_with(capfd: pytest.CaptureFixture[str]) -> None:
+    words, here = ["-m", "seed=0,1"], code_hash()
+    assert main(words) == 1
+    (directory,) = Path("runs/sweeps/adhoc").iterdir()
+    finished, failed = _runs()  # the failed one has no env.json
+    _record_code(finished, here)
+    assert main([*words, "dry_run=true"]) == 0
+    assert f"in {directory} except 1 that are done" in capfd.readouterr().out
+    typed = f"hydra.sweep.dir={directory}"
+    note = f"note: 2 of these runs are in {directory}, made by other code: type {typed} to go on with them\n"
+    for of_finished, of_failed in ((["other"], []), ([here], ["other"]), ([here, "other"], [])):
+        _record_code(finished, *of_finished)
+        _record_code(failed, *of_failed)
+        assert main([*words, "dry_run=true"]) == 0
+        out = capfd.readouterr().out
+        assert note in out
+        assert "that are done" not in out
+    assert main([*words, typed]) == 0
+    assert sessions() == [1, 2]
+    assert main(words) == 1
+    assert sessions() == [1, 2, 1, 1], "a new sweep"
+    assert main(words) == 0
+    assert sessions() == [1, 2, 1, 2], "which the same words continue"
+    assert "other code" not in capfd.readouterr().out.rpartition("begun before")[2]
+
+
 def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.CaptureFixture[str]) -> None:
     for seeds in ("0,10", "11,12"):
         assert main(["-m", f"seed={seeds}", "hydra.sweep.dir=sweep"]) == 0
@@ -146,7 +179,7 @@ def _questions(folder: str) -> Path:
 def _record_questions(run: Path) -> None:
     """Write the env.json of a run with the hashes of its questions, which the stand-in does not."""
     asked = tasks.load(RunDirectory(run).config().task).data
-    (run / "env.json").write_text(json.dumps({"gpus": [], "data": dict(asked)}))
+    (run / "env.json").write_text(json.dumps({"gpus": [], "data": dict(asked), "code_hash": code_hash()}))
 
 
 def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> None:

@@ -13,7 +13,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import TypedCommand
+from qerl_lab.record.environment import TypedCommand, code_hash
 from qerl_lab.system.disk import lock, make_directory
 from qerl_lab.system.terminal import by_numbers, format_path
 
@@ -23,10 +23,11 @@ LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 def continue_sweep(plan: Plan) -> Plan:
     """Find an earlier sweep of the same jobs. Return the plan with that sweep's directories, so that its runs continue.
 
-    Looks in hydra.sweep.dir if the user typed it, else in all directories beside `plan.directory`, newest first. Jobs
-    are the same if directory name, arm, seed, gpus and question files agree. Returns the plan unchanged for a single
-    run, and if it finds no such sweep; but a note names the newest sweep that lacks some of the jobs and has no other
-    run, because a run that was deleted would make all others start again.
+    Looks in hydra.sweep.dir if the user typed it, else in all directories beside `plan.directory`, newest first.
+    Jobs are the same if directory name, arm, seed, gpus and question files agree. A sweep beside `plan.directory` must
+    also have been made by the code of now, or a changed program would show old numbers. Returns the plan unchanged for
+    a single run, and if it finds no such sweep. Then a note names the last sweep that has these jobs by other code, or
+    that lacks some of the jobs and has no other run, because a run that was deleted would make all others start again.
 
     Raises ConfigError if, in a typed hydra.sweep.dir, the directory of a job holds a run that differs from the job.
     """
@@ -42,17 +43,20 @@ def continue_sweep(plan: Plan) -> Plan:
                 )
             jobs.append(replace(job, begun=run.is_claimed))
         return replace(plan, jobs=jobs)
-    notes = list[str]()
+    notes, code = list[str](), code_hash()
     for directory in sorted(plan.directory.parent.glob("*"), reverse=True):
         jobs = [replace(job, begun=True) for job in _move_jobs(plan, directory)]
         there = [job for job in jobs if RunDirectory(job.run_dir).is_claimed]
         if not there or not all(map(_has_same_run, there)):
             continue
-        if len(there) == len(jobs):
+        sessions = [session for job in there for session in RunDirectory(job.run_dir).environments()]
+        is_same_code = all(session.get("code_hash") == code for session in sessions)
+        if is_same_code and len(there) == len(jobs):
             return replace(plan, jobs=jobs, directory=directory, directory_is_fixed=True)
-        if not notes and len(there) == len([*directory.rglob("resolved.yaml")]):
+        if not notes and len(there) in (len(jobs), len([*directory.rglob("resolved.yaml")])):
             typed = shell_override("hydra.sweep.dir", format_path(directory))
-            notes = [f"{len(there)} of these runs are in {format_path(directory)}: type {typed} to run only the others"]
+            by, to_do = ("", "run only the others") if is_same_code else (", made by other code", "go on with them")
+            notes = [f"{len(there)} of these runs are in {format_path(directory)}{by}: type {typed} to {to_do}"]
     return replace(plan, jobs=[replace(job, notes=[*job.notes, *notes]) for job in plan.jobs])
 
 
@@ -70,7 +74,7 @@ def _has_same_run(job: Job) -> bool:
     """
     run, wanted = RunDirectory(job.run_dir), as_recorded(job.config)
     try:
-        recorded, data = run.settings(), run.environment().get("data") or {}
+        recorded, data = run.settings(), next(iter(run.environments()), {}).get("data") or {}
     except ConfigError:
         return False
     there, here = settings_of_arm(recorded), settings_of_arm(wanted)

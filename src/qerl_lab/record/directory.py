@@ -409,6 +409,7 @@ class RunDirectory:
         (self.path / f"code{number}.diff").write_text(environment.code_diff(module), encoding="utf-8")
         found = environment.environment(TypedCommand(**typed) if typed else None)
         found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
+        found["code_hash"] = environment.code_hash()
         replace_file(self.path / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
         (self.path / TYPED).unlink(missing_ok=True)
 

