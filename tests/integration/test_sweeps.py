@@ -68,9 +68,10 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
         before = len(sessions())
         main(["-m", *words])
         assert len(sessions()) == before + 2
+    assert main(["-m", "seed=0,10", "hydra.sweep.dir=runs/sweeps/adhoc/a"]) == 0
     capfd.readouterr()
-    assert main(["-m", "seed=0,10"]) == 0  # of two sweeps of the same jobs the newer one
-    assert f"2 jobs in {max(Path('runs/sweeps/adhoc').iterdir())}\n" in capfd.readouterr().out
+    assert main(["-m", "seed=0,10"]) == 0  # of three sweeps of these jobs the last begun, whatever its name
+    assert "2 jobs in runs/sweeps/adhoc/a\n" in capfd.readouterr().out
 
 
 def test_a_sweep_with_a_deleted_run_is_named_with_what_runs_the_others(capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 def continue_sweep(plan: Plan) -> Plan:
     """Find an earlier sweep of the same jobs. Return the plan with that sweep's directories, so that its runs continue.
 
-    Looks in hydra.sweep.dir if the user typed it, else in all directories beside `plan.directory`, newest first.
+    Looks in hydra.sweep.dir if the user typed it, else among the sweeps beside `plan.directory`, the last begun first.
     Jobs are the same if directory name, arm, seed, gpus and question files agree. A sweep beside `plan.directory` must
     also have been made by the code of now, or a changed program would show old numbers. Returns the plan unchanged for
     a single run, and if it finds no such sweep. Then a note names the last sweep that has these jobs by other code, or
@@ -44,7 +44,8 @@ def continue_sweep(plan: Plan) -> Plan:
             jobs.append(replace(job, begun=run.is_claimed))
         return replace(plan, jobs=jobs)
     notes, code = list[str](), code_hash()
-    for directory in sorted(plan.directory.parent.glob("*"), reverse=True):
+    locks = [(path.stat().st_mtime_ns, path) for path in plan.directory.parent.glob(f"*/{LOCK}")]
+    for directory in (path.parent for _, path in sorted(locks, reverse=True)):  # a lock dates from the sweep's begin
         jobs = [replace(job, begun=True) for job in _move_jobs(plan, directory)]
         there = [job for job in jobs if RunDirectory(job.run_dir).is_claimed]
         if not there or not all(map(_has_same_run, there)):
