@@ -298,6 +298,14 @@ def test_steps_of_hours_on_a_cpu_are_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert preflight.check(cfg, Path.cwd() / "run") == []
 
 
+def test_a_dry_run_says_too_that_steps_take_hours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
+    assert main(["scale=custom", "model=qwen2_5_0_5b", "dry_run=true"]) == 0
+    assert "note: this machine shows no GPU, and a step samples 128 completions of up" in capsys.readouterr().out
+
+
 def test_a_model_in_a_folder_needs_no_room_for_a_download(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_disk, "parameters", lambda folder: 7 * 10**9)
     monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)

@@ -327,7 +327,7 @@ def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
             raise ConfigError(f"{where}{error}") from None
         try:
             if is_dry and is_here:
-                preflight.check_machine(config, job.run_dir)
+                notes += preflight.check_machine(config, job.run_dir)
             elif is_dry and first.launcher != "local":
                 cluster.check_can_submit(first)
         except ConfigError as error:

@@ -34,8 +34,8 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     """Check a run's model, questions, store and directory before its start. Return notes to print.
 
-    The notes come from `_notes_on_speed` and `question_counts.check`. With `is_here` the run will use this machine, and
-    `check_machine` is called too. Raises ConfigError for a run that would fail at its start.
+    The notes come from `question_counts.check` and, with `is_here`, from `check_machine`: the run will use this machine
+    then. Raises ConfigError for a run that would fail at its start.
     """
     if cfg.tracking.mlflow:
         check_store_variable(cfg)
@@ -50,10 +50,7 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     if cfg.lora.start_from is not None:
         adapter_files.check(cfg)
     _check_writable(run_dir)
-    notes = list[str]()
-    if is_here:
-        check_machine(cfg, run_dir)
-        notes = _notes_on_speed(cfg, folder)
+    notes = check_machine(cfg, run_dir) if is_here else []
     return notes + question_counts.check(cfg)
 
 
@@ -66,8 +63,11 @@ def _check_writable(run_dir: Path) -> None:
     raise ConfigError(f"the run directory {run_dir} cannot be {wrong}. {ELSEWHERE}")
 
 
-def check_machine(cfg: RunConfig, run_dir: Path) -> None:
-    """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
+def check_machine(cfg: RunConfig, run_dir: Path) -> list[str]:
+    """Check that this machine has what the run needs: device, packages, memory, disk space. Return notes on its speed.
+
+    Raises ConfigError if it lacks something.
+    """
     folder, values, has_gpu = on_disk.local_path(cfg.model.path), values_of(cfg), machine.has_gpu()
     _check_device(cfg, has_gpu)
     _check_model_size(cfg, folder)
@@ -81,6 +81,7 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
     if cfg.tracking.wandb:
         require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
     _check_disk(cfg, folder, run_dir)
+    return _notes_on_speed(cfg, folder)
 
 
 def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
