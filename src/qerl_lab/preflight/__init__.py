@@ -112,11 +112,17 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
     if count is None:
         return
     on_gpu, is_dense = cfg.device != "cpu" and machine.has_gpu(), cfg.format.name == DENSE_FORMAT
-    model_size = f"model.path={cfg.model.path} has {count:,} parameters"
+    size = f"has {count:,} parameters"
+    if folder is None and not gguf.is_gguf(cfg.model.path):  # rounded, so exact digits would promise too much
+        size = f"has about {count / 1e9:g}B parameters, by its name"
+    model_size = f"model.path={cfg.model.path} {size}"
     if not on_gpu and cfg.device == "auto" and count >= TOO_MANY_FOR_A_CPU:
+        values = values_of(cfg)  # without these words the remedy would be refused next
+        also = "".join(f" {remedy}" for key, value, _, remedy in NEEDS_GPU if values[key] == value)
+        also += " rollout=transformers" if cfg.rollout.engine == "vllm" else ""
         raise ConfigError(
-            f"{model_size}, and this machine shows no GPU: a step would take hours. Type model=qwen2_5_0_5b or another "
-            f"small model, or device=cpu to run it all the same."
+            f"{model_size}, and this machine shows no GPU: a step would take hours. Type for example "
+            f"model=qwen2_5_0_5b{also}, or device=cpu{also} to run it all the same."
         )
     setting, weight_bytes, remedy = f"format={cfg.format.name}", 0.5, ""  # packed weights have at least four bits
     if cfg.trains_all:  # weights and gradients in float32
