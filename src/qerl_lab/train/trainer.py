@@ -257,8 +257,9 @@ class LabTrainer(GRPOTrainer):
 
         TRL calls this without gradients to compute the rollout's log-probs under the policy or the reference, and with
         gradients for the loss. With gradients it also multiplies the advantages in `micro_batch` by the importance
-        weights, unless TRL has applied the weights already. Every loss is linear in the advantages, so this weights the
-        loss. The forward pass skips padding if the run packs.
+        weights, unless TRL has applied the weights already. This weights the loss of a token without its KL, as TRL
+        does: a weight w is never negative, so min(r w A, clip(r) w A) = w min(r A, clip(r) A). The forward pass skips
+        padding if the run packs.
         """
         call = partial(packing.forward_packed, model) if self.packs else model
         if not torch.is_grad_enabled():
