@@ -5,20 +5,15 @@ bfloat16.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from decimal import Decimal
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from qerl_lab.report.stats import pass_at, powers_of_two, share_interval
 from qerl_lab.system.terminal import columns
-from qerl_lab.tasks.answers.completion import final_answer
-from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
-from qerl_lab.tasks.grading import number
+from qerl_lab.tasks.grading import answer_entropy
 
 Summary = dict[str, Any]
 OWN, COMMON = "own", "common"
@@ -44,22 +39,6 @@ def pass_rates(rows: pd.DataFrame, k: int) -> pd.Series:
 def answer_entropies(rows: pd.DataFrame) -> pd.Series:
     """Return `answer_entropy` of each question over its samples, by question id."""
     return rows.groupby("id", sort=False)["completion"].agg(answer_entropy)
-
-
-def answer_entropy(completions: Iterable[str]) -> float:
-    """Return the entropy in nats of the final answers of a question's completions; at most log(len(completions)).
-
-    Answers are the same if they are equal numbers, or otherwise have the same normalized text. Completions without a
-    final answer count as having the same one.
-    """
-    counts = Counter[Decimal | str]()
-    for completion in completions:
-        text = final_answer(completion) or ""
-        answer: Decimal | str | None = number(text)
-        if answer is None:
-            answer = compact(plain(text)) if len(text) <= MAX_ANSWER_CHARACTERS else text
-        counts[answer] += 1
-    return float(stats.entropy([*counts.values()]))
 
 
 def summarize(rows: pd.DataFrame) -> Summary:

@@ -1,10 +1,11 @@
-"""Grade completions: do they keep the paper's format, and is the final answer right?
+"""Grade completions: do they keep the paper's format, is the final answer right, and how much do answers vary?
 
 `judge` says what "right" means, step by step; docs/answers.md has the rules with examples.
 """
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 
 from qerl_lab.tasks import sandbox
@@ -93,6 +94,26 @@ def number(text: str) -> Decimal | None:
     text = text.strip().replace("\N{MINUS SIGN}", "-")
     found = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_DIGITS else None
     return Decimal(found[1] + found[2].replace(",", "")) if found else None
+
+
+def answer_entropy(completions: Iterable[str]) -> float:
+    """Return the entropy in nats of the final answers of a question's completions; at most log(len(completions)).
+
+    Answers are the same if they are equal numbers, or otherwise have the same normalized text. Completions without a
+    final answer count as having the same one.
+    """
+    import numpy as np  # both imported here, because checking a command does not need them
+    from scipy.special import entr
+
+    counts = Counter[Decimal | str]()
+    for completion in completions:
+        text = final_answer(completion) or ""
+        answer: Decimal | str | None = number(text)
+        if answer is None:
+            answer = compact(plain(text)) if len(text) <= MAX_ANSWER_CHARACTERS else text
+        counts[answer] += 1
+    shares = np.array([*counts.values()]) / counts.total()
+    return float(entr(shares).sum())
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:

@@ -17,11 +17,11 @@ from qerl_lab import aqn
 from qerl_lab.algorithms import groups
 from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.evaluate.summary import answer_entropy
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, Rollout, Sampling, refuse_incomplete
 from qerl_lab.tasks import UNPARSED, Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
+from qerl_lab.tasks.grading import answer_entropy
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.stop import Diverged
 from qerl_lab.train.training_data import Cursor
