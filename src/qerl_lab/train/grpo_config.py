@@ -42,7 +42,7 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         ddp_broadcast_buffers=False,  # the packed weights are frozen and the same on every rank
         ddp_timeout=int(PATIENCE.total_seconds()),
         seed=cfg.seed,
-        save_strategy="no",  # `_StepCallback` decides
+        save_strategy="no",  # `StepCallback` decides
         report_to="none",
         disable_tqdm=True,
         logging_nan_inf_filter=False,

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
@@ -44,6 +43,7 @@ from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, build_kl_measure, probe
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import Batch, Clock, collect, completion_metrics
+from qerl_lab.train.step_callback import StepCallback
 from qerl_lab.train.stop import Diverged, Stop
 from qerl_lab.train.training_data import Cursor
 
@@ -85,12 +85,13 @@ class LabTrainer(GRPOTrainer):
             args=grpo_config(cfg, policy, run_dir),
             train_dataset=Dataset.from_dict({"prompt": [""]}),  # placeholder: the cursor supplies the questions
             processing_class=policy.tokenizer,
-            callbacks=[_StepCallback(self)],
+            callbacks=[StepCallback(cfg, self.clock, self.level, stop, ranks)],
         )
         self.remove_callback(PrinterCallback)
         if self.beta:  # without its "ref" adapter TRL disables the adapter, so that the base is the reference
             self.policy.model.delete_adapter("ref")
-        # Set here, because the constructor would look for vLLM and warn that `rollout_func` is experimental.
+        # Set here, because the constructor would look for vLLM and warn that `rollout_func` is experimental. TRL keeps
+        # the sampler's log-probs only if it takes the sampler for vLLM, so `use_vllm` is True with every engine.
         self.use_vllm, self.rollout_func = True, self._collected_rollout
 
     @property
@@ -102,11 +103,6 @@ class LabTrainer(GRPOTrainer):
     def step(self) -> int:
         """Return the number of the current step, from 1; between steps, the number of the next."""
         return self.steps_done + 1
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Override the Trainer's hook: return one empty batch per micro-batch. The cursor draws the questions."""
-        count = self.args.max_steps * self.args.gradient_accumulation_steps
-        return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Override the Trainer's method: whatever ends the training, abort a batch that is being sampled ahead.
@@ -121,6 +117,71 @@ class LabTrainer(GRPOTrainer):
                 self.engine.abort()
                 wait([self.ahead], self.cfg.rollout.vllm_server.patience_seconds)
 
+    def save_finished_steps(self) -> None:
+        """Save a checkpoint of the finished steps if there is none yet. Every rank must call it, between two steps."""
+        if self.ranks.from_first(checkpoint.last_step(Path(self.args.output_dir))) < self.steps_done:
+            self._save_checkpoint(self.model, None)
+            self.ranks.wait()  # for rank 0, which completes the checkpoint
+
+    def run_dummy_pass(self, completions: int, prompt_tokens: int) -> None:
+        """Run one forward and backward pass on dummy completions of full length, so that its memory can be measured.
+
+        `micro_batch` calls this before training. The trained weights have gradients during the pass, because in
+        training they have them from the second micro-batch of an update on. Afterwards the gradients are gone, and only
+        this trainer's lists for metrics have changed.
+        """
+        model, device, keep = self.policy.model, self.policy.device, self.cfg.rollout.max_completion_tokens
+        ids = torch.ones((completions, prompt_tokens + keep), dtype=torch.long, device=device)
+        trained, was_training = [p for p in model.parameters() if p.requires_grad], model.training
+        if self.args.gradient_checkpointing:  # as the Trainer does before its loop
+            model.gradient_checkpointing_enable()
+        self.scored_before = True  # no sampler's log-probs to compare with
+        try:
+            model.train()
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), self._packed_attention():
+                logps, entropies, _ = self._get_per_token_logps_and_entropies(
+                    model, ids, torch.ones_like(ids), keep, compute_entropy=True
+                )
+                (logps if entropies is None else logps + entropies).sum().backward()
+        finally:
+            model.train(was_training)
+            if self.args.gradient_checkpointing:
+                model.gradient_checkpointing_disable()
+            self.micro_batch = {}  # after an error its entropies would keep all activations
+            for parameter in trained:
+                parameter.grad = None
+
+    # --- the Trainer and TRL call these hooks, in this order:
+    #
+    #     _load_from_checkpoint       once, in a resumed run
+    #     get_train_dataloader        once
+    #     training_step               for each micro-batch, with its forward and backward pass
+    #       _generate_and_score_completions       in the first of a step: collects the step's batch
+    #         _collected_rollout                  TRL's rollout function
+    #         _get_per_token_logps_and_entropies  without gradients: of the policy if TRL corrects, of the KL reference
+    #         _collected_reward                   TRL's reward function
+    #       compute_loss              TRL's `_compute_loss` with our noise, weights and entropy bonus
+    #         _get_per_token_logps_and_entropies  with gradients
+    #     log                         after the last update of a step, which `StepCallback` has ended
+    #     _save_checkpoint            if `StepCallback` decided to save
+    #       create_model_card, save_model
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Override the Trainer's private hook: load the trained weights as `save_model` wrote them."""
+        self.policy.load_trained(Path(resume_from_checkpoint))
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Override the Trainer's hook: return one empty batch per micro-batch. The cursor draws the questions."""
+        count = self.args.max_steps * self.args.gradient_accumulation_steps
+        return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Override the Trainer's hook: keep the contexts of `compute_loss` open until the backward pass ends."""
+        with ExitStack() as self.until_backward:
+            return super().training_step(*args, **kwargs)
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Override TRL's hook: collect a batch in place of TRL's placeholder `inputs`; return it as TRL's tensors.
 
@@ -129,7 +190,7 @@ class LabTrainer(GRPOTrainer):
         """
         self.batch = batch = self._collect_batch()
         self.measured |= completion_metrics(self.cfg, batch, self.ranks)
-        self.use_vllm = False  # else TRL would now send weights to a vLLM of its own
+        self._last_loaded_step = self.state.global_step  # else TRL would now send weights to a vLLM of its own
         rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
         with self._noise_in_trainer():
             tensors = super()._generate_and_score_completions(rows)
@@ -142,21 +203,137 @@ class LabTrainer(GRPOTrainer):
         self._set_old_logprobs(tensors)
         return tensors
 
-    def _set_old_logprobs(self, tensors: dict[str, Any]) -> None:
-        """Set `old_per_token_logps` in `tensors`: the log-probs pi_old of TRL's ratio pi / pi_old.
+    def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
+        """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
+        groups = self.batch.groups
+        return {
+            "prompt_ids": [group.prompt_ids for group in groups for _ in group.texts_G],
+            "completion_ids": [completion.ids for group in groups for completion in group.completions_G],
+            "logprobs": [completion.logprobs for group in groups for completion in group.completions_G],
+        }
 
-        They are the sampler's with rollout.importance_correction=in_ratio, else the trainer's. With a single update per
-        step the trainer's are left out, so that the ratio is 1. Also sets `scored_before`: whether TRL has computed the
-        trainer's already. Then their mismatch with the sampler's is recorded here.
+    def _collected_reward(self, **_: object) -> list[float]:
+        """Serve as TRL's reward function: return the reward of each completion, which only TRL's log uses."""
+        return [float(reward) for group in self.batch.groups for reward in group.reward_G]
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Override TRL's hook: compute TRL's loss with the run's noise and attention, and correct its entropy bonus.
+
+        TRL subtracts entropy_coef times the mean entropy over the tokens of each micro-batch. The correction puts the
+        micro-batch's share of the mean over all tokens of the update in its place, as in the loss of DAPO. So the
+        result does not depend on the split into micro-batches.
         """
-        scored = tensors.pop("old_per_token_logps", None)
-        self.scored_before = scored is not None
-        if scored is not None:
-            self._record_mismatch(scored, tensors)  # TRL has applied the weights already
-        if self.cfg.rollout.importance_correction == "in_ratio":
-            tensors["old_per_token_logps"] = tensors["sampling_per_token_logps"]
-        elif scored is not None and self.cfg.updates_per_step > 1:
-            tensors["old_per_token_logps"] = scored
+        batch = self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
+        in_loss = batch.get("tool_mask", batch["completion_mask"])
+        self.loss_tokens.append(float(in_loss.sum()))
+        # Enter only here, because TRL also samples inside a training step. Stay until the backward pass ends, because
+        # autograd keeps a reference to the norm parameter, not a copy, and may recompute the attention.
+        self.until_backward.enter_context(self._noise_in_trainer())
+        self.until_backward.enter_context(self._packed_attention())
+        target = self.cfg.algorithm.entropy_target  # an adaptive bonus is 0 above it
+        coef = self.entropy_coef if target is None or self._last_world_entropy <= target else 0.0
+        loss = super().compute_loss(model, batch, *args, **kwargs)  # may adapt `entropy_coef` for the next one
+        if not coef:
+            return loss
+        # Weight of a token's entropy in the mean of TRL, and in the mean over the update.
+        trl_weight = 1 / in_loss.sum().clamp(min=1)
+        weight = self.ranks.size * self.args.steps_per_generation / batch["num_items_in_batch"].clamp(min=1)
+        excess = (batch["entropies"] * in_loss).sum() * (trl_weight - weight)
+        return loss + coef * (excess / self.current_gradient_accumulation_steps)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Override TRL's hook: return log-probs and entropies of the last `keep` tokens, and TRL's auxiliary loss.
+
+        TRL calls this without gradients to compute the rollout's log-probs under the policy or the reference, and with
+        gradients for the loss. With gradients it also multiplies the advantages in `micro_batch` by the importance
+        weights, unless TRL has applied the weights already. This weights the loss of a token without its KL, as TRL
+        does: a weight w is never negative, so min(r w A, clip(r) w A) = w min(r A, clip(r) A). The forward pass skips
+        padding if the run packs.
+        """
+        call = partial(packing.forward_packed, model) if self.packs else model
+        if not torch.is_grad_enabled():
+            # The policy without its adapter is the KL reference, which has no noise either.
+            norms = self.policy.clean_norms if self.policy.adapter_is_off else None
+            with self.policy.as_sampler(norms), self._packed_attention():
+                return super()._get_per_token_logps_and_entropies(call, ids, attention_mask, keep, **kwargs)
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
+            call, ids, attention_mask, keep, **kwargs
+        )
+        is_completion = attention_mask[:, -keep:]
+        self.micro_batch["entropies"] = entropies
+        self.entropies.append(entropies.detach()[is_completion.bool()])
+        if not self.scored_before:
+            weights = self._record_mismatch(logps.detach(), self.micro_batch).value
+            self.micro_batch["advantages"] = self.micro_batch["advantages"][:, None] * weights
+        return logps, entropies, aux_loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Override the Trainer's hook after a step: pass its metrics to `on_step`, clear them, call `after_step`.
+
+        First averages TRL's means of micro-batches, weighted by tokens where a metric is a mean over tokens. Raises
+        Diverged if loss, gradient norm or a weight is not finite.
+        """
+        if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
+            return
+        recorded = self._metrics["train"]
+        tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
+        per_sequence = self.importance_sampling_level == "sequence"
+        weights_by_unit = {"tokens": tokens, "ratios": [1.0] * len(tokens) if per_sequence else tokens}
+        for metric in METRICS.values():
+            if metric.over and metric.trl in recorded:
+                weights = weights_by_unit[metric.over]
+                total = sum(mean * weight for mean, weight in zip(recorded[metric.trl], weights, strict=True))
+                recorded[metric.trl] = [total / max(sum(weights), 1.0)]
+        super().log(logs, start_time)
+        metrics = self._step_metrics(logs)
+        self.on_step(self.steps_done, metrics)
+        self._check_finite(metrics)
+        for of_step in (self.loss_tokens, self.entropies, self.mismatch, self.measured, self.clock.seconds):
+            of_step.clear()
+        self.after_step(self.steps_done)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
+        """Override the Trainer's hook: write TRL's files and the run's state atomically. Every rank must call it."""
+        checkpoints = self.args.output_dir
+
+        def write_trainer_files(folder: Path | None) -> None:
+            """Let all ranks write TRL's files to rank 0's `folder`, not to a subfolder. The other ranks pass None."""
+            self.args.output_dir = self.ranks.from_first(str(folder))
+            try:
+                super(LabTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                self.args.output_dir = checkpoints
+            self.ranks.wait()
+            if folder is None:
+                return
+            for made in [*folder.glob("checkpoint-*")]:  # TRL's subfolder
+                for file in [*made.iterdir()]:
+                    file.rename(folder / file.name)
+                made.rmdir()
+
+        if not self.ranks.is_first:
+            write_trainer_files(None)
+            return
+        state = {
+            "step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state,
+            "micro_batch_size": self.cfg.optim.micro_batch_size, "config": self.settings,
+        }  # fmt: skip
+        checkpoint.save(Path(checkpoints), state, write_trainer_files, self.cfg.checkpoint.kept)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Override the Trainer's hook: write no model card, because the run directory is the record."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Override the Trainer's hook: write the trained weights to `output_dir`.
+
+        Writes no tokenizer, which the Trainer would write too, because training does not change it.
+        """
+        if self.ranks.is_first:
+            self.policy.save_trained(Path(str(output_dir)))
+
+    # --- parts of the rollout
 
     def _collect_batch(self) -> Batch:
         """Sample a batch, or wait for the one sampled ahead; measure its noise; with overlap begin the next step's.
@@ -195,38 +372,6 @@ class LabTrainer(GRPOTrainer):
             self.save_finished_steps()
             raise
 
-    def save_finished_steps(self) -> None:
-        """Save a checkpoint of the finished steps if there is none yet. Every rank must call it, between two steps."""
-        if self.ranks.from_first(checkpoint.last_step(Path(self.args.output_dir))) < self.steps_done:
-            self._save_checkpoint(self.model, None)
-            self.ranks.wait()  # for rank 0, which completes the checkpoint
-
-    def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
-        """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
-        self.use_vllm = True  # again, so that TRL keeps these log-probs
-        groups = self.batch.groups
-        return {
-            "prompt_ids": [group.prompt_ids for group in groups for _ in group.texts_G],
-            "completion_ids": [completion.ids for group in groups for completion in group.completions_G],
-            "logprobs": [completion.logprobs for group in groups for completion in group.completions_G],
-        }
-
-    def _collected_reward(self, **_: object) -> list[float]:
-        """Serve as TRL's reward function: return the reward of each completion, which only TRL's log uses."""
-        return [float(reward) for group in self.batch.groups for reward in group.reward_G]
-
-    def _record_mismatch(self, trainer_B_T: Tensor, batch: dict[str, Tensor]) -> correction.Weights:
-        """Record the mismatch of sampler and trainer for the step's metrics, and return the importance weights.
-
-        `trainer_B_T` are the trainer's log-probs in nats of the completions in `batch`, TRL's tensors.
-        """
-        rollout, sampler_B_T, mask_B_T = self.cfg.rollout, batch["sampling_per_token_logps"], batch["completion_mask"]
-        weights = correction.weights(
-            rollout.importance_correction, rollout.importance_clip_max, trainer_B_T, sampler_B_T, mask_B_T
-        )
-        self.mismatch.append(correction.term_sums(weights, trainer_B_T, sampler_B_T, mask_B_T))
-        return weights
-
     def _measure_noise(self, rollout: Rollout) -> None:
         """Store the step's noise metrics in `measured`. With aqn.probe_prompts also store the results of `probe`.
 
@@ -250,38 +395,23 @@ class LabTrainer(GRPOTrainer):
                 self.measured["sampler/kernel_gap_max"] = gap_T.max().item()
         self.measured["noise/kl_nats"] = self.level.kl
 
-    def _get_per_token_logps_and_entropies(
-        self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Override TRL's hook: return log-probs and entropies of the last `keep` tokens, and TRL's auxiliary loss.
+    def _set_old_logprobs(self, tensors: dict[str, Any]) -> None:
+        """Set `old_per_token_logps` in `tensors`: the log-probs pi_old of TRL's ratio pi / pi_old.
 
-        TRL calls this without gradients to compute the rollout's log-probs under the policy or the reference, and with
-        gradients for the loss. With gradients it also multiplies the advantages in `micro_batch` by the importance
-        weights, unless TRL has applied the weights already. This weights the loss of a token without its KL, as TRL
-        does: a weight w is never negative, so min(r w A, clip(r) w A) = w min(r A, clip(r) A). The forward pass skips
-        padding if the run packs.
+        They are the sampler's with rollout.importance_correction=in_ratio, else the trainer's. With a single update per
+        step the trainer's are left out, so that the ratio is 1. Also sets `scored_before`: whether TRL has computed the
+        trainer's already. Then their mismatch with the sampler's is recorded here.
         """
-        call = partial(packing.forward_packed, model) if self.packs else model
-        if not torch.is_grad_enabled():
-            # The policy without its adapter is the KL reference, which has no noise either.
-            norms = self.policy.clean_norms if self.policy.adapter_is_off else None
-            with self.policy.as_sampler(norms), self._packed_attention():
-                return super()._get_per_token_logps_and_entropies(call, ids, attention_mask, keep, **kwargs)
-        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
-            call, ids, attention_mask, keep, **kwargs
-        )
-        is_completion = attention_mask[:, -keep:]
-        self.micro_batch["entropies"] = entropies
-        self.entropies.append(entropies.detach()[is_completion.bool()])
-        if not self.scored_before:
-            weights = self._record_mismatch(logps.detach(), self.micro_batch).value
-            self.micro_batch["advantages"] = self.micro_batch["advantages"][:, None] * weights
-        return logps, entropies, aux_loss
+        scored = tensors.pop("old_per_token_logps", None)
+        self.scored_before = scored is not None
+        if scored is not None:
+            self._record_mismatch(scored, tensors)  # TRL has applied the weights already
+        if self.cfg.rollout.importance_correction == "in_ratio":
+            tensors["old_per_token_logps"] = tensors["sampling_per_token_logps"]
+        elif scored is not None and self.cfg.updates_per_step > 1:
+            tensors["old_per_token_logps"] = scored
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Override the Trainer's hook: keep the contexts of `compute_loss` open until the backward pass ends."""
-        with ExitStack() as self.until_backward:
-            return super().training_step(*args, **kwargs)
+    # --- parts of the loss
 
     def _noise_in_trainer(self) -> AbstractContextManager[None]:
         """Return a context manager that gives the policy the rollout's noise if aqn.scope=rollout_and_train."""
@@ -293,85 +423,19 @@ class LabTrainer(GRPOTrainer):
         """Return a context manager that lets the policy use packed attention if the run packs."""
         return packing.packed_attention(self.policy.base) if self.packs else nullcontext()
 
-    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Override TRL's hook: compute TRL's loss with the run's noise and attention, and correct its entropy bonus.
+    def _record_mismatch(self, trainer_B_T: Tensor, batch: dict[str, Tensor]) -> correction.Weights:
+        """Record the mismatch of sampler and trainer for the step's metrics, and return the importance weights.
 
-        TRL subtracts entropy_coef times the mean entropy over the tokens of each micro-batch. The correction puts the
-        micro-batch's share of the mean over all tokens of the update in its place, as in the loss of DAPO. So the
-        result does not depend on the split into micro-batches.
+        `trainer_B_T` are the trainer's log-probs in nats of the completions in `batch`, TRL's tensors.
         """
-        batch = self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
-        in_loss = batch.get("tool_mask", batch["completion_mask"])
-        self.loss_tokens.append(float(in_loss.sum()))
-        # Enter only here, because TRL also samples inside a training step. Stay until the backward pass ends, because
-        # autograd keeps a reference to the norm parameter, not a copy, and may recompute the attention.
-        self.until_backward.enter_context(self._noise_in_trainer())
-        self.until_backward.enter_context(self._packed_attention())
-        target = self.cfg.algorithm.entropy_target  # an adaptive bonus is 0 above it
-        coef = self.entropy_coef if target is None or self._last_world_entropy <= target else 0.0
-        loss = super().compute_loss(model, batch, *args, **kwargs)  # may adapt `entropy_coef` for the next one
-        if not coef:
-            return loss
-        # Weight of a token's entropy in the mean of TRL, and in the mean over the update.
-        trl_weight = 1 / in_loss.sum().clamp(min=1)
-        weight = self.ranks.size * self.args.steps_per_generation / batch["num_items_in_batch"].clamp(min=1)
-        excess = (batch["entropies"] * in_loss).sum() * (trl_weight - weight)
-        return loss + coef * (excess / self.current_gradient_accumulation_steps)
+        rollout, sampler_B_T, mask_B_T = self.cfg.rollout, batch["sampling_per_token_logps"], batch["completion_mask"]
+        weights = correction.weights(
+            rollout.importance_correction, rollout.importance_clip_max, trainer_B_T, sampler_B_T, mask_B_T
+        )
+        self.mismatch.append(correction.term_sums(weights, trainer_B_T, sampler_B_T, mask_B_T))
+        return weights
 
-    def run_dummy_pass(self, completions: int, prompt_tokens: int) -> None:
-        """Run one forward and backward pass on dummy completions of full length, so that its memory can be measured.
-
-        `micro_batch` calls this before training. The trained weights have gradients during the pass, because in
-        training they have them from the second micro-batch of an update on. Afterwards the gradients are gone, and only
-        this trainer's lists for metrics have changed.
-        """
-        model, device, keep = self.policy.model, self.policy.device, self.cfg.rollout.max_completion_tokens
-        ids = torch.ones((completions, prompt_tokens + keep), dtype=torch.long, device=device)
-        trained, was_training = [p for p in model.parameters() if p.requires_grad], model.training
-        if self.args.gradient_checkpointing:  # as the Trainer does before its loop
-            model.gradient_checkpointing_enable()
-        self.scored_before = True  # no sampler's log-probs to compare with
-        try:
-            model.train()
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), self._packed_attention():
-                logps, entropies, _ = self._get_per_token_logps_and_entropies(
-                    model, ids, torch.ones_like(ids), keep, compute_entropy=True
-                )
-                (logps if entropies is None else logps + entropies).sum().backward()
-        finally:
-            model.train(was_training)
-            if self.args.gradient_checkpointing:
-                model.gradient_checkpointing_disable()
-            self.micro_batch = {}  # after an error its entropies would keep all activations
-            for parameter in trained:
-                parameter.grad = None
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Override the Trainer's hook after a step: pass its metrics to `on_step`, clear them, call `after_step`.
-
-        First averages TRL's means of micro-batches, weighted by tokens where a metric is a mean over tokens. Raises
-        Diverged if loss, gradient norm or a weight is not finite.
-        """
-        if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
-            return
-        recorded = self._metrics["train"]
-        tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
-        per_sequence = self.importance_sampling_level == "sequence"
-        weights_by_unit = {"tokens": tokens, "ratios": [1.0] * len(tokens) if per_sequence else tokens}
-        for metric in METRICS.values():
-            if metric.over and metric.trl in recorded:
-                weights = weights_by_unit[metric.over]
-                total = sum(mean * weight for mean, weight in zip(recorded[metric.trl], weights, strict=True))
-                recorded[metric.trl] = [total / max(sum(weights), 1.0)]
-        super().log(logs, start_time)
-        metrics = self._step_metrics(logs)
-        self.on_step(self.steps_done, metrics)
-        self._check_finite(metrics)
-        for of_step in (self.loss_tokens, self.entropies, self.mismatch, self.measured, self.clock.seconds):
-            of_step.clear()
-        self.after_step(self.steps_done)
+    # --- parts of the log
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
         """Return all metrics of a step, pooled over ranks. `logs` are TRL's metrics.
@@ -420,88 +484,3 @@ class LabTrainer(GRPOTrainer):
                     f"optim.learning_rate (it is {self.cfg.optim.learning_rate:g}) or optim.max_grad_norm "
                     f"(it is {self.cfg.optim.max_grad_norm:g})."
                 )
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Override the Trainer's hook: write no model card, because the run directory is the record."""
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Override the Trainer's hook: write the trained weights to `output_dir`.
-
-        Writes no tokenizer, which the Trainer would write too, because training does not change it.
-        """
-        if self.ranks.is_first:
-            self.policy.save_trained(Path(str(output_dir)))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Override the Trainer's private hook: load the trained weights as `save_model` wrote them."""
-        self.policy.load_trained(Path(resume_from_checkpoint))
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        """Override the Trainer's hook: write TRL's files and the run's state atomically. Every rank must call it."""
-        checkpoints = self.args.output_dir
-
-        def write_trainer_files(folder: Path | None) -> None:
-            """Let all ranks write TRL's files to rank 0's `folder`, not to a subfolder. The other ranks pass None."""
-            self.args.output_dir = self.ranks.from_first(str(folder))
-            try:
-                super(LabTrainer, self)._save_checkpoint(model, trial)
-            finally:
-                self.args.output_dir = checkpoints
-            self.ranks.wait()
-            if folder is None:
-                return
-            for made in [*folder.glob("checkpoint-*")]:  # TRL's subfolder
-                for file in [*made.iterdir()]:
-                    file.rename(folder / file.name)
-                made.rmdir()
-
-        if not self.ranks.is_first:
-            write_trainer_files(None)
-            return
-        state = {
-            "step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state,
-            "micro_batch_size": self.cfg.optim.micro_batch_size, "config": self.settings,
-        }  # fmt: skip
-        checkpoint.save(Path(checkpoints), state, write_trainer_files, self.cfg.checkpoint.kept)
-
-
-class _StepCallback(TrainerCallback):
-    """Times each step, and decides at its end whether to save and to stop.
-
-    Also sets the learning rate when an extended run begins again.
-    """
-
-    def __init__(self, trainer: LabTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
-    ) -> None:
-        """Override the Trainer's hook: when an extended run begins again, set its learning rate by the longer schedule.
-
-        This is needed because the checkpoint has restored the rate of the shorter schedule.
-        """
-        extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
-        if state.global_step not in extended:
-            return
-        rates = zip(lr_scheduler.base_lrs, lr_scheduler.lr_lambdas, strict=True)
-        for group, (peak, share) in zip(lr_scheduler.optimizer.param_groups, rates, strict=True):
-            group["lr"] = peak * share(lr_scheduler.last_epoch)
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Override the Trainer's hook before each update: start the clock if the update is the first of a step."""
-        if state.global_step % self.trainer.cfg.updates_per_step == 0:
-            self.trainer.clock.start_step()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Override the Trainer's hook after each update: at the end of a step decide whether to save and to stop."""
-        trainer = self.trainer
-        step, updates_left = divmod(state.global_step, trainer.cfg.updates_per_step)
-        if updates_left:
-            return
-        trainer.clock.end_step()
-        trainer.level.end_step()
-        every = trainer.cfg.checkpoint.every
-        stopping = trainer.ranks.any(trainer.stop.requested) or step == trainer.cfg.steps  # once: signals come anytime
-        control.should_save = stopping or bool(every and step % every == 0)
-        control.should_training_stop = stopping
