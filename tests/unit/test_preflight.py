@@ -279,7 +279,7 @@ def test_questions_that_are_not_there_are_named_before_lengths_that_do_not_fit()
 
 
 def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
     monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
     with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
         preflight.check(plain(model__path="Qwen/Qwen2.5-1.5B-Instruct"), Path.cwd() / "run")
@@ -305,7 +305,7 @@ def test_the_words_named_for_a_model_too_large_for_a_cpu_pass(
 
 
 def test_steps_of_hours_on_a_cpu_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
     monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
     cfg = plain(model__path="Qwen/Qwen2.5-0.5B-Instruct", rollout__max_completion_tokens=4096)
     (note,) = preflight.check(cfg, Path.cwd() / "run")
@@ -326,7 +326,7 @@ def test_a_dry_run_says_too_that_steps_take_hours(
 
 def test_a_model_in_a_folder_needs_no_room_for_a_download(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_disk, "parameters", lambda folder: 7 * 10**9)
-    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
     usage = shutil.disk_usage(".")._replace(free=2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert preflight.check(plain(model__path=str(model), device="cpu"), Path.cwd() / "run") == []
@@ -350,7 +350,7 @@ def test_the_size_in_a_name_on_the_hub(name: str, count: int | None) -> None:
 
 
 def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 3_000_000)
     with pytest.raises(ConfigError, match=r"which take 0\.0 GiB with format=nvfp4, and this machine has 0\.0 GiB"):
         preflight.check(plain(), Path.cwd() / "run")
     assert preflight.check(plain(format__dense_cache="off"), Path.cwd() / "run") == []  # half a byte a weight
@@ -451,7 +451,7 @@ ALL = SEVEN | {"format__name": "bf16", "lora__rank": 0}  # 12 bytes a weight, an
 def test_a_disk_must_hold_what_a_run_downloads_and_writes(
     changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
     usage = shutil.disk_usage(".")._replace(free=10 * 2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))

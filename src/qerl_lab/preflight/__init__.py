@@ -15,7 +15,6 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model import adapter_files, gguf, on_disk
 from qerl_lab.preflight import machine, question_counts
-from qerl_lab.system import memory
 from qerl_lab.system.disk import cache_folder, hub_home, refuse_full_disk
 from qerl_lab.system.processes import refuse_fewer_gpus
 from qerl_lab.tasks import question_files
@@ -132,7 +131,7 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
         if is_dense or cfg.format.dense_cache != "off":
             weight_bytes = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
     needed = count * weight_bytes
-    held = machine.gpu_memory_bytes() if on_gpu else memory.size_bytes()
+    held = machine.gpu_memory_bytes() if on_gpu else machine.memory_bytes()
     if held is not None and needed > held:
         place = "the GPU" if on_gpu else "this machine"
         raise ConfigError(

@@ -1,6 +1,11 @@
-"""Find the GPUs of this machine and their memory. Imports no torch."""
+"""Find this machine's memory, its GPUs and their memory. Imports no torch.
+
+The memory is found on Linux only.
+"""
 
 import os
+import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -8,6 +13,8 @@ from qerl_lab.system.processes import output_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
+INFO, OWN_GROUPS, MOUNT = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+LIMIT = "memory.max"  # file with the limit of a control group
 
 
 def has_gpu() -> bool:
@@ -30,3 +37,28 @@ def gpu_memory_bytes() -> int | None:
     """Return the memory in bytes of the NVIDIA GPU with most memory; None if unknown."""
     lines = output_of("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
     return max((int(line) for line in lines.splitlines() if line.isdigit()), default=0) * 2**20 or None
+
+
+def memory_bytes() -> int | None:
+    """Return the size in bytes of this machine's memory and swap together; None if unknown.
+
+    If a control group (version 2) of this process, such as its container's or job's, has a lower limit, returns the
+    lowest limit.
+    """
+    text = INFO.read_text() if INFO.is_file() else ""
+    known = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    if "MemTotal" not in known:
+        return None
+    return min([known["MemTotal"] + known.get("SwapTotal", 0), *_memory_limits()])
+
+
+def _memory_limits() -> Iterator[int]:
+    """Yield the limit in bytes of each control group of this process that limits memory, and of each above it."""
+    own = re.search(r"^0::/(.*)$", OWN_GROUPS.read_text() if OWN_GROUPS.is_file() else "", re.MULTILINE)
+    if own is not None:
+        group = Path(own[1])
+        # The parents end with the root. A container may see its own group alone, as the root, under the host's path.
+        for name in (group, *group.parents):
+            limit = MOUNT / name / LIMIT
+            if ".." not in name.parts and limit.is_file() and (size := limit.read_text().strip()).isdigit():
+                yield int(size)  # not "max"
