@@ -29,7 +29,7 @@ def test_an_evaluation_that_is_killed_goes_on_and_ends_the_same(tmp_path: Path) 
     assert run(whole) == 0, (whole / "output.txt").read_text()
     moments = [("note", 2), ("note", 1), ("note", 3), ("finish", 1)]  # a part is written and not noted; all is written
     for method, call in moments:
-        code = run(killed, "qerl_lab.record.partial", f"Unfinished.{method}", call)
+        code = run(killed, "qerl_lab.record.out", f"Unfinished.{method}", call)
         assert code == -signal.SIGKILL, (killed / "output.txt").read_text()
         assert not (killed / "out").exists()
     assert run(killed) == 0, (killed / "output.txt").read_text()

@@ -16,7 +16,7 @@ from qerl_lab.bench import arm_processes
 from qerl_lab.cli import jobs
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.partial import Unfinished
+from qerl_lab.record.out import Unfinished
 from qerl_lab.system.disk import make_directory, make_readable, replace_file, strict_json
 from qerl_lab.tasks.module_file import GraderFailed
 from qerl_lab.train.__main__ import needs_traceback

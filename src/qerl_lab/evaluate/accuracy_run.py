@@ -20,7 +20,6 @@ from qerl_lab import formats, rollout
 from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.out import check_free
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import subject, summary
@@ -32,7 +31,7 @@ from qerl_lab.model import gpu_memory, policy
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import local_folder
 from qerl_lab.record.environment import environment
-from qerl_lab.record.partial import Unfinished
+from qerl_lab.record.out import Unfinished, check_free
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import read_json, replace_file, strict_json

@@ -29,7 +29,7 @@ from qerl_lab.model.on_disk import is_ignored, read_json
 from qerl_lab.model.weight_files import WeightFiles, copy_companions, local_folder
 from qerl_lab.quantize import llmcompressor, quality, rtn
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
-from qerl_lab.record.partial import Unfinished
+from qerl_lab.record.out import Unfinished
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file
 

@@ -6,11 +6,11 @@ from typing import Any
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, did_you_mean, option
-from qerl_lab.config.out import OutputOptions, check_apart, check_free
 from qerl_lab.config.records import METHODS, QUALITY
 from qerl_lab.config.rules import check_patterns
 from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, FormatConfig, ModelConfig
 from qerl_lab.model import on_disk
+from qerl_lab.record.out import OutputOptions, check_apart, check_free
 
 CALIBRATION = ("dataset", "samples", "tokens", "seed")  # options for awq and gptq only
 # Weight-only presets of compressed-tensors that llmcompressor writes.

@@ -36,11 +36,14 @@ def lock(opened: int | TextIO, refusal: str | None = None) -> None:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Context manager: lock a folder, after waiting for other processes that hold the lock."""
+def exclusive(folder: Path, refusal: str | None = None) -> Iterator[None]:
+    """Context manager: lock a folder until the end of the block.
+
+    If another process holds the lock, waits, or with `refusal` raises ConfigError with that text.
+    """
     held = os.open(folder, os.O_RDONLY)
     try:
-        lock(held)
+        lock(held, refusal)
         yield
     finally:
         os.close(held)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from qerl_lab.cli.grammar import Command
 from qerl_lab.config.option import ConfigError, option
-from qerl_lab.config.out import OutputOptions, check_free
-from qerl_lab.config.paths import WEIGHTS, sha256
+from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.spelling import resume_override
@@ -20,7 +19,7 @@ from qerl_lab.config.task import subset_in_words
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import installed_versions
-from qerl_lab.record.partial import JOURNAL, Unfinished
+from qerl_lab.record.out import OutputOptions, Unfinished, check_free
 from qerl_lab.system import exits, terminal
 from qerl_lab.tasks.questions import label
 
@@ -90,7 +89,6 @@ def export(options: ExportOptions) -> None:
         "began_from": {"path": path, "revision": cfg.model.revision, "hash": cfg.model.hash, **lab_records(base)},
     }  # fmt: skip
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
-        unfinished.clear()
         out = unfinished.folder
         (out / "README.md").write_text(f"{card(options, cfg, run)}\n", encoding="utf-8")
         (out / "run.yaml").write_text(run.config_text(), encoding="utf-8")
@@ -106,8 +104,7 @@ def export(options: ExportOptions) -> None:
             settings.save_pretrained(out)
         if options.base:
             write_dense(cfg, run.adapter, base, out / "base", options.dtype, merged=False)
-        files = sorted(file for file in out.rglob("*") if file.is_file() and file.name != JOURNAL)
-        about["sha256"] = {str(file.relative_to(out)): sha256(file) for file in files}
+        about["sha256"] = unfinished.hashes()
         (out / EXPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         unfinished.finish()
     what = "merged model" if options.merged else "adapter"

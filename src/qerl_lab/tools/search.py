@@ -17,9 +17,9 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP, Command
 from qerl_lab.config.keys import field_of_key
 from qerl_lab.config.option import ConfigError, check_bounds, option, require_package
-from qerl_lab.config.out import OutputOptions
 from qerl_lab.config.spelling import hydra_override
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.out import OutputOptions
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory
 from qerl_lab.system.terminal import columns, format_path, python_command

@@ -20,15 +20,14 @@ from qerl_lab.cli.grammar import Command
 from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError, option
-from qerl_lab.config.out import OutputOptions, check_apart, check_free
-from qerl_lab.config.paths import module_hash, sha256
+from qerl_lab.config.paths import module_hash
 from qerl_lab.config.records import WARMUP
 from qerl_lab.config.redact import redact_and_join
 from qerl_lab.config.schema import DEVICES, POCKET, TaskConfig
 from qerl_lab.config.spelling import hydra_override, shell_line
 from qerl_lab.model import on_disk
 from qerl_lab.record.environment import installed_versions
-from qerl_lab.record.partial import JOURNAL, Unfinished
+from qerl_lab.record.out import OutputOptions, Unfinished, check_apart, check_free
 from qerl_lab.system import exits, terminal
 from qerl_lab.tasks.answers.completion import without_answer_start
 from qerl_lab.tasks.question_files import is_local, reword_path_error
@@ -140,15 +139,13 @@ def warm_up(options: WarmupOptions) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rows, record["too_long"] = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
-        unfinished.clear()
         losses = train(options, model.to(device), tokenizer, rows, unfinished.folder)
         model.to(torch.bfloat16).save_pretrained(unfinished.folder)  # the formats start from it
         save_tokenizer(tokenizer, unfinished.folder)
-        files = sorted(file for file in unfinished.folder.iterdir() if file.is_file() and file.name != JOURNAL)
         record |= {
             "losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1),
             "packages": installed_versions(("qerl-lab", "torch", "transformers", "trl")),
-            "sha256": {file.name: sha256(file) for file in files},
+            "sha256": unfinished.hashes(),
         }  # fmt: skip
         (unfinished.folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         unfinished.finish()

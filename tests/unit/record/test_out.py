@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.partial import JOURNAL, Unfinished
+from qerl_lab.record.out import JOURNAL, Unfinished
 
 ONE = {"format": "nvfp4", "ignore": ["lm_head"], "model": {"a": [1, 2]}}
 
@@ -71,7 +71,7 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path):
 
 def test_two_processes_do_not_write_at_once(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from qerl_lab.record.partial import Unfinished\n"
+        "import sys; from pathlib import Path; from qerl_lab.record.out import Unfinished\n"
         "with Unfinished(Path(sys.argv[1]), {}, False): print('in', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
@@ -111,6 +111,23 @@ def test_what_was_killed_at_the_last_rename_is_finished_by_the_same_command(tmp_
         assert again.has("a")
         again.finish()
     assert files(tmp_path / "out") == {"a": "whole", "b": "ha"}
+
+
+def test_what_was_killed_while_it_was_emptied_is_still_of_this_command(tmp_path, monkeypatch):
+    def killed(path: Path) -> None:
+        if path.name != JOURNAL:
+            raise KeyboardInterrupt
+        os.unlink(path)
+
+    half_done(tmp_path / "out")
+    journal_first = sorted((tmp_path / "out.partial").iterdir(), key=lambda path: path.name != JOURNAL)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", lambda self: iter(journal_first))
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            begin(tmp_path / "out", {}, overwrite=True)
+    with begin(tmp_path / "out") as again:
+        assert again.has("a")
 
 
 @pytest.mark.parametrize("there", [[], ["out"], ["out.replaced"], ["out.replaced", "out"]])
