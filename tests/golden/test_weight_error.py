@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qerl_lab.evaluate import weight_error
 from qerl_lab.formats import Fp8, Mxfp4, Nf4, Nvfp4
 from qerl_lab.formats.format import Format
+from qerl_lab.model import weight_error
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.weight_files import WeightFiles
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "rollout": "config system model aqn formats",
     "report": "config system record",
     "evaluate": "config system model rollout tasks aqn formats record report preflight",
-    "quantize": "config system formats model record evaluate",
+    "quantize": "config system formats model record",
     "train": "config system record tracking formats model aqn tasks rollout algorithms evaluate report preflight",
     "bench": "config system formats model record report aqn tasks rollout quantize train",
     # the command line, which reaches the core only by starting a process

@@ -25,10 +25,10 @@ from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.evaluate import kl, weight_error
+from qerl_lab.evaluate import kl
 from qerl_lab.evaluate.evaluate_options import EntropyOptions, split_name_and_path
 from qerl_lab.evaluate.subject import load_questions, packed_format, task_config
-from qerl_lab.model import loading, policy
+from qerl_lab.model import loading, policy, weight_error
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.on_disk import read_json
 from qerl_lab.model.weight_files import WeightFiles, local_folder

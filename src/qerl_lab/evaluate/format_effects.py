@@ -15,10 +15,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab.aqn import Noise
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.evaluate import kl, weight_error
+from qerl_lab.evaluate import kl
 from qerl_lab.evaluate.entropy import Texts, compare_to_dense, interval, mean_change
 from qerl_lab.formats.format import Format, PackedAs
-from qerl_lab.model import loading, policy
+from qerl_lab.model import loading, policy, weight_error
 from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.weight_files import WeightFiles, local_folder
 

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
-from qerl_lab.evaluate import weight_error
 from qerl_lab.formats.format import Format
+from qerl_lab.model import weight_error
 from qerl_lab.model.weight_files import WeightFiles, lab_records
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.environment import environment

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from packed_layers import NVFP4, tiny_model
-from qerl_lab.evaluate.weight_error import remove_scales
 from qerl_lab.model.linear import packable
+from qerl_lab.model.weight_error import remove_scales
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import quality
 from qerl_lab.quantize.quantize_options import QuantizeOptions
