@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP, Command
+from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.keys import field_of_key
 from qerl_lab.config.option import ConfigError, check_bounds, option, require_package
 from qerl_lab.config.spelling import hydra_override
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 FIRST_SEED = 100  # lower seeds are kept for the reported sweeps
-HOW_IT_RUNS = ("jobs=", "jobs_per_gpu=", "launcher=", "slurm=", "cpu_threads=")  # may change between two commands
+HOW_IT_RUNS = (*OF_SWEEPS, "cpu_threads")  # keys that may change between two commands
 TABLE = "table.txt"
 ASKED = "asked"  # attribute of the study: the words that it was begun with
 Ranges = dict[str, tuple[float, float]]
@@ -133,7 +134,7 @@ def search(options: SearchOptions, words: list[str]) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(options.folder / "study.journal")))
     study = optuna.create_study(storage=storage, study_name="search", direction="maximize", load_if_exists=True)
-    kept = [word for word in shared if not word.startswith(HOW_IT_RUNS)]
+    kept = [word for word in shared if word.partition("=")[0] not in HOW_IT_RUNS]
     kept = sorted([*kept, *(f"{key}={low:g}..{high:g}" for key, (low, high) in ranges.items())])
     asked = shlex.join([*kept, f"objective={options.objective}", f"seeds={options.seeds}"])
     before = study.user_attrs.get(ASKED, asked)
