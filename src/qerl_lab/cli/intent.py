@@ -18,7 +18,7 @@ from qerl_lab.config.keys import SET_BY_LAB, is_met, settings_of
 from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
-from qerl_lab.config.rules import largest_divisor
+from qerl_lab.config.rules import largest_divisor, remedy_in_arm
 from qerl_lab.config.schema import POCKET, AqnConfig, FormatConfig, RunConfig
 from qerl_lab.config.task import TaskConfig
 from qerl_lab.model import on_disk
@@ -32,7 +32,6 @@ class ConditionalKeys(NamedTuple):
     keys: str  # separated by spaces; a name that ends with a dot covers all keys below
     when: str  # condition on other keys
     remedy: str
-    arm: str = ""  # what to type instead of the remedy in a run that names its experiment
 
     def has_key(self, key: str) -> bool:
         """Tell whether this row lists the dotted key, or a section that holds it."""
@@ -41,18 +40,16 @@ class ConditionalKeys(NamedTuple):
 
 # If several rows with an unmet condition list a key, the error gives the last row as the reason.
 CONDITIONAL_KEYS = (
-    *(ConditionalKeys(f"format.{f.name}", f"format.name={name}", f"format={name}", f"+experiment={name}")
+    *(ConditionalKeys(f"format.{f.name}", f"format.name={name}", f"format={name}")
       for f in fields(FormatConfig) if (name := f.metadata["only"])),
-    ConditionalKeys("format.ignore format.dense_cache", "format.name!=bf16", "format=nvfp4", "+experiment=nvfp4"),
+    ConditionalKeys("format.ignore format.dense_cache", "format.name!=bf16", "format=nvfp4"),
     # Not aqn.norms: every run holds these norms in float32, and refuses a model that lacks one.
-    ConditionalKeys(" ".join(f"aqn.{name}" for name in values_of(AqnConfig()) if name != "norms"), "aqn.schedule!=off",
-            "aqn=exponential", "+experiment=nvfp4_aqn"),
-    ConditionalKeys("aqn.sigma_end", "aqn.unit=sigma", "aqn=exponential", "+experiment=nvfp4_aqn"),
-    ConditionalKeys("aqn.kl_start aqn.kl_end aqn.sigma_min aqn.sigma_max aqn.solver.", "aqn.unit=kl", "aqn=kl",
-            "+experiment=nvfp4_aqn_kl"),
-    ConditionalKeys("aqn.kl_end aqn.stages aqn.reading aqn.solver.", "aqn.schedule!=adaptive", "aqn=kl",
-            "+experiment=nvfp4_aqn_kl"),
-    ConditionalKeys("aqn.adaptive.", "aqn.schedule=adaptive", "aqn=adaptive", "+experiment=nvfp4_aqn_adaptive"),
+    ConditionalKeys(" ".join(f"aqn.{name}" for name in values_of(AqnConfig()) if name != "norms"),
+            "aqn.schedule!=off", "aqn=exponential"),
+    ConditionalKeys("aqn.sigma_end", "aqn.unit=sigma", "aqn=exponential"),
+    ConditionalKeys("aqn.kl_start aqn.kl_end aqn.sigma_min aqn.sigma_max aqn.solver.", "aqn.unit=kl", "aqn=kl"),
+    ConditionalKeys("aqn.kl_end aqn.stages aqn.reading aqn.solver.", "aqn.schedule!=adaptive", "aqn=kl"),
+    ConditionalKeys("aqn.adaptive.", "aqn.schedule=adaptive", "aqn=adaptive"),
     *(ConditionalKeys(f"task.{name}.", f"task.name={name}", f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
     ConditionalKeys("task.format_reward_for", "task.format_reward!=0", "task.format_reward=0.2"),
@@ -176,11 +173,10 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
             if is_shared and any(key not in of_job for of_job in inert):
                 continue
             row, where = inert[number][key], f"job {number}: " if len(jobs) > 1 else ""
-            remedy = row.arm if row.arm and cfg.experiment != RunConfig().experiment else row.remedy
             given = " and ".join(f"{other}={value}" for other, value in settings_of(row.when, values_of(cfg)).items())
             raise ConfigError(
                 f"{where}{key}={words[key]} does nothing in a run with {given}. "
-                f"Leave {key} out, or type for example {remedy}."
+                f"Leave {key} out, or type for example {remedy_in_arm(cfg, row.remedy)}."
             )
 
 

@@ -104,6 +104,11 @@ NEEDS = (
           "k3_ratio multiplies the KL of a token by its ratio, and there is one of the whole completion only",
           "algorithm.kl_estimator=k3, or algorithm.beta=0"),
 )  # fmt: skip
+EXPERIMENT_WITH = {  # noise -> what to type for it in a run with +experiment
+    "aqn=exponential": "+experiment=nvfp4_aqn",
+    "aqn=kl": "+experiment=nvfp4_aqn_kl",
+    "aqn=adaptive": "+experiment=nvfp4_aqn_adaptive",
+}
 
 
 def from_dict(values: dict[str, Any]) -> RunConfig:
@@ -178,10 +183,13 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> None:
 def remedy_in_arm(cfg: RunConfig, remedy: str) -> str:
     """Adapt `remedy`, overrides to type, to a run with +experiment, which fixes format and noise.
 
-    There `format=X` becomes `+experiment=X`, and `aqn=X` gets the words "without +experiment".
+    There `format=X` becomes `+experiment=X`, and `aqn=X` becomes the experiment with this noise (`EXPERIMENT_WITH`) or,
+    if there is none, `aqn=X without +experiment`.
     """
     if cfg.experiment == RunConfig().experiment:
         return remedy
+    for noise, experiment in EXPERIMENT_WITH.items():
+        remedy = remedy.replace(noise, experiment)
     return re.sub(r"\baqn=\w+", r"\g<0> without +experiment", remedy.replace("format=", "+experiment="))
 
 

@@ -71,6 +71,8 @@ def refused(line: str, capsys) -> str:
         # words that act nowhere
         ("aqn=off aqn.sigma_start=0.1", ["aqn.sigma_start=0.1", "aqn.schedule=off", "example aqn=exponential"]),
         ("+experiment=nf4 format.scale_rule=max", ["format.scale_rule=max", "format.name=nf4", "+experiment=nvfp4"]),
+        ("+experiment=nf4 aqn.sigma_start=0.1", ["aqn.schedule=off", "or type for example +experiment=nvfp4_aqn."]),
+        ("+experiment=nf4 aqn.solver.draws=4", ["aqn.unit=sigma", "or type for example +experiment=nvfp4_aqn_kl."]),
         ("eval.questions=0 eval.top_p=0.3", ["in a run with eval.questions=0 and eval.every=0.", "eval.questions=256"]),
         ("aqn=linear steps=1 aqn.stages=1", ["keeps stage 1 clean", "Type aqn.reading=equation, or"]),
         (

@@ -11,7 +11,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import FIELDS, FOREIGN_NAMES, TYPES, check_type, parse_condition
 from qerl_lab.config.option import ConfigError, check_bounds
-from qerl_lab.config.rules import NEEDS, check_engine, from_dict
+from qerl_lab.config.rules import EXPERIMENT_WITH, NEEDS, check_engine, from_dict
 from qerl_lab.config.schema import RunConfig
 
 
@@ -160,6 +160,7 @@ def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exis
             check_type(key, FIELDS[key], value)
             check_bounds(key, FIELDS[key].metadata, value)
             assert key != "format.name" or text in choices_of("format")
+    assert {word.removeprefix("+experiment=") for word in EXPERIMENT_WITH.values()} <= {*choices_of("experiment")}
 
 
 @pytest.mark.parametrize(
