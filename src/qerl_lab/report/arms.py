@@ -11,18 +11,7 @@ import pandas as pd
 from qerl_lab.config.conf_folder import matching_option
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import subset_in_words
-from qerl_lab.report.runs import (
-    ABSENT,
-    MODEL_HASH,
-    MODEL_PATH,
-    MODULE,
-    MODULE_HASH,
-    TASK_NAME,
-    TASK_PATH,
-    Arm,
-    Run,
-    normalize,
-)
+from qerl_lab.report.runs import ABSENT, Arm, Run, normalize
 
 NO_EXPERIMENT = RunConfig().experiment
 CHOICES = ("algorithm", "aqn")  # groups of conf/ in which one choice sets several keys
@@ -48,8 +37,8 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     """
     tasks = [{key: text for key, text in run.settings.items() if key.startswith("task.")} for run in runs]
     table = pd.DataFrame({
-        "path": [run.value(TASK_PATH) for run in runs],
-        "task": [str(sorted((task | {TASK_PATH: ""}).items())) for task in tasks],
+        "path": [run.value("task.path") for run in runs],
+        "task": [str(sorted((task | {"task.path": ""}).items())) for task in tasks],
         "training": [run.origin.training_sha256 for run in runs],
         "heldout": [run.origin.heldout_sha256 for run in runs],
     }, dtype=str)  # fmt: skip
@@ -62,7 +51,7 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     hashes = known["asked"].map(lambda asked: hashlib.sha256(asked.encode()).hexdigest()[:6])
     paths = paths.where(~is_ambiguous, paths + " #" + hashes)
     return [
-        replace(run, settings={**run.settings, TASK_PATH: paths[place]}) if place in paths.index else run
+        replace(run, settings={**run.settings, "task.path": paths[place]}) if place in paths.index else run
         for place, run in enumerate(runs)
     ]
 
@@ -162,11 +151,11 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
     The hash is redundant if each path has one hash and each hash one path, because readers know the path. Otherwise the
     path is redundant if all hashes are known and equal.
     """
-    pairs = {(run.value(MODEL_PATH), run.value(MODEL_HASH)) for run in runs}
+    pairs = {(run.value("model.path"), run.value("model.hash")) for run in runs}
     places, contents = ({pair[n] for pair in pairs} for n in (0, 1))
-    redundant = MODEL_PATH if len(contents) == 1 and ABSENT not in contents else None
+    redundant = "model.path" if len(contents) == 1 and ABSENT not in contents else None
     if len(places) == len(contents) == len(pairs):
-        redundant = MODEL_HASH
+        redundant = "model.hash"
     known = sorted({key for run in runs for key in run.settings} - {redundant})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
 
@@ -234,8 +223,8 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
     for arm, run in {run.arm: run for run in runs}.items():
         keys = [key for key in differ if key not in implied and is_needed(key, run)]
         words = {key: format_setting(key, run.value(key)) for key in keys}
-        if MODULE_HASH in keys:
-            words[MODULE_HASH] = _format_module(run, runs)
+        if "task.module_hash" in keys:
+            words["task.module_hash"] = _format_module(run, runs)
         for group in CHOICES:
             of_group = [key for key in differ if key.startswith(f"{group}.")]
             replaced = [key for key in of_group if key in keys]
@@ -253,13 +242,14 @@ def _format_module(run: Run, runs: Sequence[Run]) -> str:
     A file may have several names, one in each folder that it was copied to; the first by alphabet counts. A run without
     a file gets `task.module=None`, a run of older results, which lack the name, the hash alone.
     """
-    if run.value(MODULE_HASH) == "None":
-        return f"{MODULE}=None"
+    own_hash = run.value("task.module_hash")
+    if own_hash == "None":
+        return "task.module=None"
     if not run.module:
-        return format_setting(MODULE_HASH, run.value(MODULE_HASH))
-    name = min(other.module for other in runs if other.value(MODULE_HASH) == run.value(MODULE_HASH) and other.module)
-    contents = {other.value(MODULE_HASH) for other in runs if other.module == name}
-    return f"{MODULE}={shorten(name)}" + (f" #{run.value(MODULE_HASH)[:6]}" if len(contents) > 1 else "")
+        return format_setting("task.module_hash", own_hash)
+    name = min(other.module for other in runs if other.value("task.module_hash") == own_hash and other.module)
+    contents = {other.value("task.module_hash") for other in runs if other.module == name}
+    return f"task.module={shorten(name)}" + (f" #{own_hash[:6]}" if len(contents) > 1 else "")
 
 
 def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
@@ -267,14 +257,15 @@ def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
 
     `settings` holds the settings of each run.
     """
-    names = {of_run.get(TASK_NAME) for of_run in settings}
-    keys = {key for of_run in settings for key in of_run if key.startswith("task.") and key != TASK_NAME}
-    return {key for key in keys if len({(of_run.get(TASK_NAME), of_run.get(key)) for of_run in settings}) == len(names)}
+    names = {of_run.get("task.name") for of_run in settings}
+    keys = {key for of_run in settings for key in of_run if key.startswith("task.") and key != "task.name"}
+    pairs_of = {key: {(of_run.get("task.name"), of_run.get(key)) for of_run in settings} for key in keys}
+    return {key for key, pairs in pairs_of.items() if len(pairs) == len(names)}
 
 
 def task_of(run: Run) -> str:
     """Return the name of a run's task, such as `gsm8k`; for a subset of questions `gsm8k with at most 2 steps`."""
-    name, most = run.value(TASK_NAME), run.value("task.gsm8k.max_steps")
+    name, most = run.value("task.name"), run.value("task.gsm8k.max_steps")
     return name + subset_in_words(name, int(most) if most.isdigit() else None)
 
 
@@ -285,7 +276,8 @@ def format_setting(key: str, value: str) -> str:
     """
     if (key, value) == ("lora.rank", "0"):
         return "lora=full"
-    return f"{'task' if key == TASK_NAME else key}={shorten(value)}"
+    name = "task" if key == "task.name" else key
+    return f"{name}={shorten(value)}"
 
 
 def shorten(value: str) -> str:

@@ -16,7 +16,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
 from qerl_lab.report.arms import differing_keys, keys_of_scales, scale_by_arm, task_of
 from qerl_lab.report.measures import shared_machines
-from qerl_lab.report.runs import ABSENT, MODEL_HASH, MODEL_PATH, TASK_NAME, Run
+from qerl_lab.report.runs import ABSENT, Run
 from qerl_lab.report.stats import CHANGE, NO_SPREAD, SHARE, format_change, mean_of_arm
 from qerl_lab.report.table import NONE, Rows, seeds_cell
 from qerl_lab.system.terminal import columns
@@ -258,20 +258,20 @@ def notes(comparison: Comparison) -> list[str]:
          [run.origin.training_sha256 for run in runs]),
         ("were asked {} different sets of held-out questions (heldout_sha256 in env.json), which are paired by id", "",
          [run.origin.heldout_sha256 for run in runs]),
-        ("are of {} tasks, {}: compare arms of one task", ", ", [run.value(TASK_NAME) for run in runs]),
+        ("are of {} tasks, {}: compare arms of one task", ", ", [run.value("task.name") for run in runs]),
     ]  # fmt: skip
     for words, divider, texts in kinds:
         if len(found := sorted({*texts} - {""})) > 1:
             sentences.append(f"The runs {words.format(len(found), divider.join(found))}.")
     if mixed := [key for key in differing_keys(runs) if key in CONDITIONS]:
         sentences.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
-    parts = {task_of(run) for run in runs if task_of(run) != run.value(TASK_NAME)}
+    parts = {task_of(run) for run in runs if task_of(run) != run.value("task.name")}
     sentences += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
     if (most := max((run.at_once for run in runs), default=1)) > 1:
         others = "another" if most == 2 else f"up to {most - 1} others"
         sentences.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and left out.")
     # without a hash, two local models that lay at one path look equal
-    if count := sum(run.value(MODEL_HASH) == ABSENT and run.value(MODEL_PATH).startswith("/") for run in runs):
+    if count := sum(run.value("model.hash") == ABSENT and run.value("model.path").startswith("/") for run in runs):
         sentences.append(
             f"model.hash is not known of {with_noun(count, 'run')}, which an older version began: two models "
             "that lay under one path would count as one arm."

@@ -16,8 +16,6 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import clip_interval, paired_interval
 
 FINISHED = "finished"
-MODEL_PATH, MODEL_HASH, TASK_PATH, TASK_NAME = "model.path", "model.hash", "task.path", "task.name"
-MODULE, MODULE_HASH = "task.module", "task.module_hash"
 ABSENT = "(absent)"  # stands for a setting that a run lacks
 RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # earlier -> present name
 # Metrics that a report keeps: those of tables, verdicts and figures, and some that explain them.
@@ -90,7 +88,7 @@ class Run:
 
         The content of the file counts for the arm, by its hash; the name is for readers.
         """
-        return self._configured(MODULE)
+        return self._configured("task.module")
 
     def _configured(self, key: str) -> str:
         """Return the value of `key` in `origin.configured`, "" if there is none."""
@@ -133,8 +131,8 @@ def run_from(
     own = normalize(dict(values) | {"device": device})
     keys = keys_of_arm(own) | {"device"}
     settings = {key: value for key, value in own.items() if key in keys}
-    if settings.get(MODEL_HASH) == "None":  # older records lack the key, which means the same
-        del settings[MODEL_HASH]
+    if settings.get("model.hash") == "None":  # older records lack the key, which means the same
+        del settings["model.hash"]
     return Run(
         name=name, experiment=experiment, seed=seed, settings=settings, declared=frozenset(declared), status=status,
         ended=ended, code=code, origin=origin,
@@ -185,8 +183,8 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     is_of_sweep = any(session.get("sweep") for session in sessions)  # of a single run the command counts, as typed
     wanted = ("scale", "jobs", "jobs_per_gpu") if is_of_sweep else ("scale",)
     configured = {key: values[key] for key in wanted if key in values}
-    if values.get(MODULE_HASH, "None") != "None":
-        configured[MODULE] = "_".join(Path(values[MODULE]).name.split())
+    if values.get("task.module_hash", "None") != "None":
+        configured["task.module"] = "_".join(Path(values["task.module"]).name.split())
     origin = Origin(
         command=join_sessions(session.get("command", "") for session in sessions),
         configured=" ".join(f"{key}={value}" for key, value in configured.items()),
