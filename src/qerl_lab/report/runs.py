@@ -107,7 +107,7 @@ class Run:
         a metric or phase is missing.
         """
         steps = steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
-        summary, accuracy = _headline(steps.astype("float64"), phases, seconds), {}
+        summary, accuracy = summarize(steps.astype("float64"), phases, seconds), {}
         if phases:
             before, after = _accuracies(phases)
             after = after.reindex(before.index)
@@ -225,11 +225,6 @@ def read_steps(directory: RunDirectory) -> pd.DataFrame:
     return pd.DataFrame(rows).groupby("step").last()
 
 
-def summarize(directory: RunDirectory, seconds: float) -> dict[str, Any]:
-    """Compute the headline numbers of a finished run, by name; `seconds` is the wall time of all its sessions."""
-    return _headline(read_steps(directory), directory.evaluations(), seconds)
-
-
 def first_tenth(steps: pd.Series) -> pd.Series:
     """Return the first tenth of `steps`, a series with one value per step; at least one value."""
     return steps.head(max(1, len(steps) // 10))
@@ -248,8 +243,8 @@ def share_of_time(steps: pd.DataFrame, phase: str) -> float:
     return float(training[f"seconds/{phase}"].sum() / training["step/seconds"].sum())
 
 
-def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
-    """Compute a run's summary numbers, by name: entropy, reward, speed, time, memory and accuracy.
+def summarize(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
+    """Compute a run's headline numbers, by name: entropy, reward, speed, time, memory and accuracy.
 
     `steps` has the metrics of each step. `phases` maps the phases, such as "before" and "after", to held-out answers.
     The first and last values of entropy and reward are means over the first and last tenth of the steps, because single

@@ -335,7 +335,7 @@ def conclude(session: Session, tracker: Tracker) -> None:
     title = f"{cfg.experiment}: {cfg.model.name} on {task_in_words(cfg.task)}, seed {cfg.seed}"
     steps = runs.read_steps(directory)
     plots.save_curves(steps, title, directory.curves, cfg.format.name)
-    result = runs.summarize(directory, seconds=directory.end_session()) | {
+    result = runs.summarize(steps, directory.evaluations(), seconds=directory.end_session()) | {
         "training_questions": len(data.questions),
         "training_questions_left_out": data.left_out,
         "heldout_questions_left_out": data.heldout_left_out,

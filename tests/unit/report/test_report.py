@@ -3,6 +3,7 @@
 import math
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -34,6 +35,11 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def summary_of(run: Path, seconds: float) -> dict[str, Any]:
+    directory = RunDirectory(run)
+    return runs.summarize(runs.read_steps(directory), directory.evaluations(), seconds)
+
+
 def test_read_steps_joins_the_lines_of_a_step(run_dir: Path) -> None:
     steps = runs.read_steps(RunDirectory(run_dir))
     assert steps.index.tolist() == list(range(21))
@@ -45,7 +51,7 @@ def test_read_steps_joins_the_lines_of_a_step(run_dir: Path) -> None:
 
 def test_summarize(run_dir: Path) -> None:
     """A tenth of twenty steps is two."""
-    result = runs.summarize(RunDirectory(run_dir), seconds=47.0)
+    result = summary_of(run_dir, seconds=47.0)
     half = 3.182446 / math.sqrt(48)
     assert result.pop("accuracy_gain_interval") == pytest.approx([0.25 - half, 0.25 + half], abs=1e-6)
     assert result == pytest.approx({
@@ -59,7 +65,7 @@ def test_summarize(run_dir: Path) -> None:
 def test_the_interval_of_a_gain_ends_at_the_largest_gain_there_is(run_dir: Path) -> None:
     before = pd.DataFrame({"id": ["a", "b"], "accuracy": [0.0, 0.0]})
     RunDirectory(run_dir).write_evaluations({"before": before, "after": before.assign(accuracy=[0.0, 1.0])})
-    assert runs.summarize(RunDirectory(run_dir), seconds=1.0)["accuracy_gain_interval"] == [-1, 1]
+    assert summary_of(run_dir, seconds=1.0)["accuracy_gain_interval"] == [-1, 1]
     assert runs.gain_metrics(RunDirectory(run_dir)) == {"eval/gain": 0.5, "eval/gain_low": -1, "eval/gain_high": 1}
 
 
@@ -67,7 +73,7 @@ def test_summarize_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run
     (run_dir / "eval.parquet").unlink()
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(encode_line(19, {"memory/gpu_peak_gib": 3.5}) + encode_line(20, {"memory/gpu_peak_gib": 2.5}))
-    result = runs.summarize(RunDirectory(run_dir), seconds=1.0)
+    result = summary_of(run_dir, seconds=1.0)
     assert "accuracy_gain" not in result
     assert result["memory_gpu_peak_gib"] == 3.5
     text = run_summary.closing(result, runs.read_steps(RunDirectory(run_dir)))
@@ -83,15 +89,13 @@ def test_speeds_are_tokens_over_seconds_of_all_steps_and_memory_is_the_largest(t
     ]
     lines = [encode_line(number, metrics_of(number, steps=2) | own) for number, own in enumerate(steps, 1)]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    result = runs.summarize(RunDirectory(tmp_path), seconds=1.0)
+    result = summary_of(tmp_path, seconds=1.0)
     assert (result["tokens_per_second"], result["rollout_tokens_per_second"]) == (40, 160)
     assert (result["share_rollout"], result["memory_rss_gib"]) == (0.25, 2)
 
 
 def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
-    text = run_summary.closing(
-        runs.summarize(RunDirectory(run_dir), seconds=47.0), runs.read_steps(RunDirectory(run_dir))
-    )
+    text = run_summary.closing(summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir)))
     for part in (
         "0.438 -> 0.688", "+0.250 [-0.209, +0.709], 4 questions", "50", "200",
         "0.075 -> 0.975 (first and last tenth of the steps)", "0.385 -> 0.205 nats (likewise)",
@@ -104,14 +108,12 @@ def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
     RunDirectory(run_dir).write_evaluations(
         {phase: rows.assign(truncated=[0.5, 0.0, 0.0, 0.0]) for phase, rows in phases.items()}
     )
-    told = run_summary.closing(
-        runs.summarize(RunDirectory(run_dir), seconds=47.0), runs.read_steps(RunDirectory(run_dir))
-    )
+    told = run_summary.closing(summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir)))
     assert "cut at the token limit  12.5% -> 12.5% of the answers" in told
 
 
 def test_a_slow_grader_is_named_as_what_takes_the_time(run_dir: Path) -> None:
-    result, steps = runs.summarize(RunDirectory(run_dir), seconds=47.0), runs.read_steps(RunDirectory(run_dir))
+    result, steps = summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir))
     slow = steps.assign(**{"seconds/reward": 0.17 * steps["step/seconds"], "seconds/probe": 0.01})
     text = run_summary.closing(result, slow)
     assert "25% rollout, 50% train, 5% sync, 17% grading; 47 s in all" in text
@@ -119,7 +121,7 @@ def test_a_slow_grader_is_named_as_what_takes_the_time(run_dir: Path) -> None:
 
 def test_one_step_is_one_number_everywhere(tmp_path: Path, run_dir: Path) -> None:
     """Its first and last tenth are the same step."""
-    result = runs.summarize(RunDirectory(run_dir), seconds=47.0) | {
+    result = summary_of(run_dir, seconds=47.0) | {
         "steps": 1, "reward_first": 0.119, "reward_last": 0.119, "entropy_first": 0.25, "entropy_last": 0.25,
     }  # fmt: skip
     text = run_summary.closing(result, runs.read_steps(RunDirectory(run_dir))).splitlines()
