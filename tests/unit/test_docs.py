@@ -22,17 +22,17 @@ SOURCE = ROOT / "src" / "qerl_lab"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = [ROOT / "LOG.md", *sorted((ROOT / "docs" / "log").glob("*.md"))]
 FOLDERS = {"conf", "docs", "notebooks", "results", "src", "sweeps", "tests"}
-ROOMS = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+PACKAGES = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
 PLACEHOLDERS = {"FILE.py": str(Path(__file__)), "RUN_DIR": ".", "DIR": ".", "TIME": "t", "MODEL": "pocket", "N": "1"}
 
 
 def named_paths(text: str) -> list[str]:
-    """Code spans that begin with a folder of the repository, are a room, or end as a source file does."""
+    """Code spans that begin with a folder of the repository, are a package, or end as a source file does."""
     spans = [span for span in re.findall(r"`([^`\n]+)`", text) if re.fullmatch(r"[\w./*-]+", span)]
     return [
         span
         for span in spans
-        if span.partition("/")[0] in FOLDERS or span.rstrip("/") in ROOMS or span.endswith((".py", ".ipynb"))
+        if span.partition("/")[0] in FOLDERS or span.rstrip("/") in PACKAGES or span.endswith((".py", ".ipynb"))
     ]
 
 
@@ -45,18 +45,18 @@ def missing_paths(text: str) -> list[str]:
     ]
 
 
-INNER = "|".join(path.parent.name for path in SOURCE.glob("*/*/__init__.py"))  # rooms in rooms
+INNER = "|".join(path.parent.name for path in SOURCE.glob("*/*/__init__.py"))  # packages in packages
 
 
 def drawn(text: str) -> set[str]:
-    """Rooms and files that a page draws below `src/qerl_lab/`: one entry a line, further files on deeper lines."""
+    """Packages and files that a page draws below `src/qerl_lab/`: one entry a line, further files on deeper lines."""
     lines = text.split("    src/qerl_lab/", 1)[1].splitlines()[1:]
-    found, room = set[str](), ""
+    found, package = set[str](), ""
     for line in itertools.takewhile(lambda line: line.startswith(" " * 6), lines):
         if entry := re.match(r" {6}([a-z_]+)(/|\.py)", line):
-            room = f"{entry[1]}/" if entry[2] == "/" else ""
+            package = f"{entry[1]}/" if entry[2] == "/" else ""
             found.add(entry[1] + entry[2])
-        found |= {room + name for name in re.findall(rf"(?<![\w/])(?:(?:{INNER})/)?\w+\.py", line)}
+        found |= {package + name for name in re.findall(rf"(?<![\w/])(?:(?:{INNER})/)?\w+\.py", line)}
     return found
 
 
@@ -136,8 +136,8 @@ def test_the_lines_of_a_page_fit_and_every_path_that_it_names_exists():
 
 def test_the_tree_names_every_file_of_the_package():
     files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if not path.stem.startswith("__")}
-    rooms = {f"{room}/" for room in ROOMS}
-    assert drawn((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")) == files | rooms
+    packages = {f"{package}/" for package in PACKAGES}
+    assert drawn((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")) == files | packages
 
 
 def test_every_link_leads_somewhere():

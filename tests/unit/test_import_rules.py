@@ -19,7 +19,7 @@ from qerl_lab.cli.launch import CHILD_ENVIRONMENT
 SOURCE = Path(__file__).parents[2] / "src" / "qerl_lab"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-# A room, or a file at the top -> those of ours that it may import.
+# A package, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
     "__init__": "", "config": "", "system": "config", "formats": "",
     # what they are about

@@ -57,10 +57,10 @@ def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_
 
 
 def test_the_manual_names_every_command():
-    package = Path(qerl_lab.__file__).parent
-    rooms = {path.parent.name for path in package.glob("*/__main__.py")} - {"train"}  # the command starts it
-    scripts = {f"tools.{path.stem}" for path in package.glob("tools/*.py") if '"__main__"' in path.read_text()}
-    assert set(COMMANDS) == rooms | scripts
+    root = Path(qerl_lab.__file__).parent
+    packages = {path.parent.name for path in root.glob("*/__main__.py")} - {"train"}  # the command starts it
+    scripts = {f"tools.{path.stem}" for path in root.glob("tools/*.py") if '"__main__"' in path.read_text()}
+    assert set(COMMANDS) == packages | scripts
     text, words = help_text(), " ".join(help_text().split())
     for name, meaning in COMMANDS.items():
         assert f"  python -m qerl_lab.{name} " in text
