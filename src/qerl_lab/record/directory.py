@@ -5,7 +5,7 @@ QUEUED                                            the typed command, until the r
 .typed                                            the command that starts or resumes the run, until env.json has it
 env.json code.diff sessions.json                  where, with what code and when it ran
 metrics.jsonl samples.jsonl eval.parquet          measurements
-checkpoints/ adapter/ curves.png mlflow.json      trained weights, curves, and the MLflow run that mirrors it
+checkpoints/ adapter/ curves.png mlflow.json      trained weights, curves, the run in MLflow and W&B (if any)
 model/                                            in place of adapter/, the model of a run that trained all weights
 console.txt                                       output of a job of a sweep
 DONE or FAILED                                    how it ended; neither after an interruption

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
 import types
@@ -45,6 +46,17 @@ def test_a_task_names_the_parts_of_its_reward_and_no_other_is_logged(cfg: RunCon
     with pytest.raises(ValueError, match=r"'reward/<part>'\] are not declared"):
         tracker.log(2, {"reward/<part>": 1.0})
     assert steps(tmp_path) == [1]
+
+
+def test_only_a_run_in_a_store_has_the_file_of_one(cfg: RunConfig, tmp_path: Path) -> None:
+    Tracker(cfg, RunDirectory(tmp_path))
+    assert not (tmp_path / "mlflow.json").exists()
+    RunDirectory(tmp_path).note_mirror(run_id="1")
+    shutil.copytree(tmp_path, copy := tmp_path / "copy")
+    Tracker(cfg, RunDirectory(copy))
+    mirror = RunDirectory(copy).mirror()
+    assert mirror["key"] != RunDirectory(tmp_path).mirror()["key"], "the copy is another run"
+    assert "run_id" not in mirror
 
 
 def test_docs_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
