@@ -294,7 +294,7 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
 def test_the_words_named_for_a_model_too_large_for_a_cpu_pass(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
     monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
     found = re.search(r"Type for example (model=.*), or (device=cpu.*) to run it all the same", refused(line, capsys))
     assert found
