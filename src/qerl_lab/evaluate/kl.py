@@ -78,7 +78,7 @@ def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -
         output = backbone(input_ids=token, use_cache=False)
     for chunk in states.split(CHUNK):
         output.last_hidden_state = chunk.unsqueeze(1)
-        backbone.forward = lambda **_: output
+        backbone.forward = lambda *_, **__: output  # GPT-NeoX passes the token by position
         try:
             with torch.no_grad():
                 logits = model(input_ids=token, use_cache=False).logits.squeeze(1)

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedModel,
+)
 
 from packed_layers import tiny_model
 from qerl_lab.evaluate import kl
@@ -12,10 +20,12 @@ SHAPE = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.2,
 }  # fmt: skip
+NEOX = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
 MODELS = {
     "llama": tiny_model,
     "granite divides": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=0.25)),
     "gemma 2 caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=0.5)),
+    "gpt-neox calls its backbone by position": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX)),
 }
 PAIRS = [([5], [7, 9, 11]), ([3, 4, 5, 6, 7, 8], [2]), ([9, 8], [1, 2, 3, 4, 5])]
 
