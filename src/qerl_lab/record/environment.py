@@ -111,8 +111,10 @@ def code_hash() -> str:
     """
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*")):
-        if file.suffix in (".py", ".cu", ".cuh"):
-            digest.update(f"{file.relative_to(PACKAGE)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+        name = str(file.relative_to(PACKAGE))
+        is_hidden = name.startswith(".") or "/." in name  # an editor's: the lock .#NAME.py, copies in a folder
+        if file.suffix in (".py", ".cu", ".cuh") and not is_hidden:
+            digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:12]
 
 

@@ -49,9 +49,10 @@ def test_the_hash_of_the_code_follows_the_source_files_alone(tmp_path: Path, mon
     here = environment.code_hash()
     monkeypatch.setattr(environment, "PACKAGE", package)
     assert environment.code_hash() == here, "the same source elsewhere, without git"
-    for other in ("__pycache__/a.pyc", "commit.txt", "notes.md"):
+    for other in ("__pycache__/a.pyc", "commit.txt", "notes.md", "aqn/.ipynb_checkpoints/noise-checkpoint.py"):
         (package / other).parent.mkdir(exist_ok=True)
         (package / other).write_text("x")
+    (package / "aqn" / ".#noise.py").symlink_to("me@host.1234")  # how Emacs locks a file that it edits
     assert environment.code_hash() == here
     seen = {here}
     for number, name in enumerate(("new.py", "algorithms/groups.py", "rollout/vllm/fp4_tiles.cu"), 2):
