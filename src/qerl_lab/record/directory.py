@@ -395,21 +395,21 @@ class RunDirectory:
 
     def write_environment(
         self, data: Mapping[str, Any], linear_backend: str | None = None, micro_batch_size: int | None = None,
-        module: str | None = None,
+        module: str | None = None, code_hash: str | None = None,
     ) -> None:  # fmt: skip
         """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
 
         `data` describes the questions (`Task.data`). `linear_backend` is the kernel for 4-bit products that the engine
         uses, or None. `micro_batch_size` is what the run takes, typed or chosen. `module` is the user's file, which
-        task.module names. The command comes from .typed, which is then deleted; without that file it is the command of
-        this process.
+        task.module names. `code_hash` is of the source files when the process began; None computes it now. The command
+        comes from .typed, which is then deleted; without that file it is the command of this process.
         """
         earlier, typed = len(list(self.path.glob("env*.json"))), self._read_json(TYPED, dict)
         number = f".{earlier + 1}" if earlier else ""
         (self.path / f"code{number}.diff").write_text(environment.code_diff(module), encoding="utf-8")
         found = environment.environment(TypedCommand(**typed) if typed else None)
         found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
-        found["code_hash"] = environment.code_hash()
+        found["code_hash"] = code_hash or environment.code_hash()
         replace_file(self.path / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
         (self.path / TYPED).unlink(missing_ok=True)
 

@@ -29,6 +29,7 @@ from qerl_lab.model.weight_files import local_folder
 from qerl_lab.preflight import question_counts
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import code_hash
 from qerl_lab.record.line_files import PER_STEP, Sample
 from qerl_lab.report import run_summary, runs
 from qerl_lab.rollout.engine import Engine, EngineFailed
@@ -84,7 +85,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     Raises ConfigError if the run cannot start. Raises EngineFailed if the engine fails; the message has the command
     that resumes the run. Raises OutOfMemoryError if memory runs out; the message says what holds it.
     """
-    started = time.time()
+    started, code = time.time(), code_hash()  # now, because source files may be edited while the model loads
     session = build_session(cfg, directory, stop)
     ranks, saved, engine = session.ranks, session.saved, session.engine
     with ExitStack() as closing:
@@ -100,7 +101,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             session.sized_cfg = cfg.with_micro_batch(micro_batch_size)
             if ranks.is_first:
                 data = session.data.task.data
-                directory.write_environment(data, engine.linear_backend, micro_batch_size, cfg.task.module)
+                directory.write_environment(data, engine.linear_backend, micro_batch_size, cfg.task.module, code)
                 directory.begin_session(started)
                 print(opening_lines(session), flush=True)
                 tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.record import checkpoint
+from qerl_lab.model.policy import Policy
+from qerl_lab.record import checkpoint, environment
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.train import run as run_module
@@ -28,6 +30,26 @@ def test_the_kernels_that_the_engine_took_are_recorded(tiny, tmp_path: Path, mon
     run_module.run(tiny(eval__questions=0), directory := RunDirectory(tmp_path), Stop())
     assert directory.environment()["linear_backend"] == taken
     assert directory.environment()["micro_batch_size"] == 4
+
+
+def test_the_code_on_record_is_what_began_not_what_was_edited_while_the_model_loaded(
+    tiny, tmp_path: Path, monkeypatch
+) -> None:
+    """Else the same sweep's line would show numbers of the code before the edit as numbers of the code after it."""
+    shutil.copytree(environment.PACKAGE, package := tmp_path / "qerl_lab")
+    monkeypatch.setattr(environment, "PACKAGE", package)
+    began, build_policy = environment.code_hash(), run_module.build_policy
+
+    def edit_and_build(*args: Any) -> Policy:
+        (package / "aqn" / "new.py").write_text("x = 1\n")
+        return build_policy(*args)
+
+    monkeypatch.setattr(run_module, "build_policy", edit_and_build)
+    monkeypatch.setattr(run_module, "train", lambda *_: None)
+    monkeypatch.setattr(run_module, "conclude", lambda *_: None)
+    run_module.run(tiny(eval__questions=0), directory := RunDirectory(tmp_path), Stop())
+    assert environment.code_hash() != began
+    assert directory.environment()["code_hash"] == began
 
 
 @pytest.mark.parametrize(
