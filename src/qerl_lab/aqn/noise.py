@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of one step, stored as the few numbers from which any process can draw it.
+    """The Gaussian noise on the norms' weights in one step, stored as numbers from which any process can draw it.
 
     Attributes:
         sigma: standard deviation; 0 means no noise.

@@ -88,7 +88,7 @@ def stores_its_bits(weight_format: Format) -> None:
 def packs_rows_apart(weight_format: Format) -> None:
     """Raise AssertionError unless packing five rows at a time gives the same bytes as packing the whole weight.
 
-    Formats without BY_ROWS are not checked.
+    The rows are packed without and with autocast. Formats without BY_ROWS are not checked.
     """
     if not weight_format.BY_ROWS:
         return
@@ -134,7 +134,7 @@ def refuses_unpackable_weights(weight_format: Format) -> None:
 
 
 def equals_its_copy(weight_format: Format) -> None:
-    """Raise AssertionError unless two formats with equal options are equal and have the same hash."""
+    """Raise AssertionError unless a copy of the format is equal to the format and has the same hash."""
     twin: Any = replace(weight_format)
     assert {twin} == {weight_format}, "a copy of the format is not equal to the format"
 

@@ -40,7 +40,7 @@ _SCALE_OF_ZERO_BLOCK = 0.125  # any positive value would do; compressed-tensors 
 
 @dataclass(frozen=True)
 class Nvfp4(CompressedTensors):
-    """NVFP4; `scale_rule`, one of `SCALE_RULES`, says how the scales are chosen (see the module)."""
+    """NVFP4 with a choice of scales by `scale_rule`, one of `SCALE_RULES` (see the module); None: unpacks only."""
 
     NAME = "nvfp4"
     BLOCK = 16

@@ -181,8 +181,8 @@ def build(cfg: RunConfig, device: torch.device, *, fits_norms: bool = False) -> 
     """Build the policy: load the base, pack its Linears, find the norms that get noise, attach new adapters.
 
     The adapters are initialized from cfg.seed. With lora=full there are none, and all weights of the base are trained.
-    With `fits_norms`, for commands without the option aqn.norms, cfg.aqn.norms is replaced by the norms that the base
-    has: the caller builds the engine from the same `cfg`, and vLLM holds in float32 the norms that `cfg` names.
+    `fits_norms`, for commands without the option aqn.norms, first sets cfg.aqn.norms to `fitting_norms` of the base.
+    Build the engine from the changed `cfg`, because vLLM holds in float32 the norms that `cfg` names.
 
     Raises ConfigError if the model cannot be loaded, lacks a module that `cfg` names, or a norm of aqn.norms feeds no
     linear layer.
@@ -201,7 +201,7 @@ def build(cfg: RunConfig, device: torch.device, *, fits_norms: bool = False) -> 
 
 
 def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict[str, nn.Module]:
-    """Return by full name the modules that get noise: those with a last name part in `names`, e.g. `input_layernorm`.
+    """Return the modules that get noise, by full name. `names` are last parts of names, e.g. `input_layernorm`.
 
     The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
     Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
