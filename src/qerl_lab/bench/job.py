@@ -68,7 +68,7 @@ class Job:
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs of the arm, each with a process: its override `gpus`, or 1; for a baseline 1."""
+        """Return the number of GPUs, and so of processes: the arm's override `gpus`, or 1; always 1 for a baseline."""
         return 1 if self.is_baseline else self.overrides.get("gpus", 1)
 
     @property

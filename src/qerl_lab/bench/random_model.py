@@ -94,11 +94,11 @@ def write(
 
 
 def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:
-    """Choose the token ids that end a completion, for a vocabulary of `vocabulary` tokens.
+    """Choose the token ids that end a completion so that its mean length is `mean_tokens`; 0 lets none end early.
 
-    The first is the id `vocabulary`, which is never sampled. If `mean_tokens` is not 0, a random share 1 /
-    `mean_tokens` of the vocabulary follows. Random logits are nearly uniform, so each sampled token ends the completion
-    with that probability, and lengths are geometric.
+    The first id is `vocabulary`, the number of tokens, which is never sampled. A share 1 / `mean_tokens` of the
+    vocabulary follows, the same at each call. Random logits are nearly uniform, so each sampled token ends the
+    completion with that probability, and lengths are geometric.
     """
     count = round(vocabulary / mean_tokens) if mean_tokens else 0
     drawn = torch.randperm(vocabulary - 1, generator=torch.Generator().manual_seed(0))[:count] + 1  # token 0 pads

@@ -47,7 +47,10 @@ def rows(job: Job) -> Iterator[Row]:
 
 
 def rows_of_lab(job: Job) -> Iterator[Row]:
-    """Train with the lab's trainer. With several GPUs only the first of the processes yields the row."""
+    """Train with the lab's trainer, and yield one row of measurements, on several GPUs only in the first process.
+
+    Raises RuntimeError as `summarize` does.
+    """
     cfg, steps = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
     policy, engine, row = lab.build(job)

@@ -23,7 +23,10 @@ from qerl_lab.model import policy
 
 
 def build(job: Job, device: torch.device) -> PeftModel:
-    """Load the checkpoint of a job and add new adapters. The lab's code does this, or plain PEFT for a baseline."""
+    """Load a job's checkpoint with new adapters by the lab's code, or for a baseline by transformers and PEFT.
+
+    The model is in training mode, with gradient checkpointing and a fused LM head that returns log-probs and entropy.
+    """
     if job.is_baseline:
         base = AutoModelForCausalLM.from_pretrained(
             job.folder, dtype=torch.bfloat16, device_map={"": device}, trust_remote_code=False, use_safetensors=True
