@@ -131,10 +131,7 @@ class SweepJob:
             return failure_message(run)
 
     def checkpoint(self) -> Any:
-        """Override submitit's hook near the time limit: stop the run so that it saves.
-
-        Returns this job, to be queued again.
-        """
+        """Stop the run so that it saves; return this job, to be queued again. submitit calls it near the time limit."""
         from submitit.helpers import DelayedSubmission
 
         deadline = time.monotonic() + SAVE_SECONDS
@@ -147,7 +144,7 @@ class SweepJob:
 
 
 def failure_message(run: RunDirectory) -> str:
-    """Format why a failed run failed, and which file has the traceback, or after a full disk what to type."""
+    """Return why a run failed, then the file with the traceback or, after a full disk, the command to resume."""
     file = run.path / "FAILED"
     if file.stat().st_size:
         return f"failed: {run.reason}\n{terminal.format_path(file)} has the traceback"
@@ -158,8 +155,7 @@ def failure_message(run: RunDirectory) -> str:
 def start(run: RunDirectory, typed: TypedCommand | None = None, sweep_job: SweepJob | None = None) -> int:
     """Start the run of a created directory, or resume it, and wait. Return 0 (done), 1 (failed) or 130 (interrupted).
 
-    Raises ConfigError if the run is refused: it cannot use its configuration. Without `typed` it then deletes the run's
-    directory.
+    Raises ConfigError if the run is refused. Without `typed`, the directory of a refused run is deleted.
 
     Args:
         typed: the command to record if the run resumes; None for a run that the same command has just created.

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run_hydra(arguments: list[str]) -> int:
-    """Start Hydra with these arguments; Hydra then calls `run`. Return the exit code."""
+    """Start Hydra with these arguments; Hydra calls `run`. Return the exit code. Errors are raised, not printed."""
     register_schema()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     before, sys.argv = sys.argv, [sys.argv[0], *arguments]

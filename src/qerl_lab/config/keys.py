@@ -127,9 +127,9 @@ def unknown_name_error(name: str, allowed: Sequence[str], hint: str) -> ConfigEr
 def check_type(name: str, field: Field[Any], value: Any) -> None:
     """Raise ConfigError unless `value` has the type of the key `name`. An int is accepted for a float.
 
-    `field` is the dataclass field of the key (see `option`). The message suggests the default, unless that is empty or
-    a long text. Where a whole number is wanted and 1e3 was given, it suggests 1000, or raises the error of
-    `check_bounds` if 1000 is out of bounds. Of true and false it suggests both: `no` may be typed for either default.
+    `field` is the dataclass field of the key (see `option`). The message suggests the default, or an example of the
+    type if the default is empty or a long text. For a bool it suggests both values, because a user may type `no` for
+    either default. For a whole number given as 1e3 it suggests 1000, unless `check_bounds` raises its error for 1000.
     """
     kind: Any = field.type
     if has_type(value, kind):

@@ -181,10 +181,10 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> None:
 
 
 def remedy_in_arm(cfg: RunConfig, remedy: str) -> str:
-    """Adapt `remedy`, overrides to type, to a run with +experiment, which fixes format and noise.
+    """Rewrite `remedy`, overrides to type, if the run has +experiment, which fixes format and noise.
 
-    There `format=X` becomes `+experiment=X`, and `aqn=X` becomes the experiment with this noise (`EXPERIMENT_WITH`) or,
-    if there is none, `aqn=X without +experiment`.
+    `format=X` becomes `+experiment=X`. `aqn=X` becomes the experiment with this noise (`EXPERIMENT_WITH`) or, if no
+    experiment has it, `aqn=X without +experiment`.
     """
     if cfg.experiment == RunConfig().experiment:
         return remedy

@@ -33,8 +33,8 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     """Check a run's model, questions, store and directory before its start. Return notes to print.
 
-    The notes come from `question_counts.check` and, with `is_here`, from `check_machine`: the run will use this machine
-    then. Raises ConfigError for a run that would fail at its start.
+    `is_here` tells whether the run will use this machine; if so, `check_machine` checks the machine too. Raises
+    ConfigError for a run that would fail at its start.
     """
     if cfg.tracking.mlflow:
         check_store_variable(cfg)
