@@ -80,10 +80,9 @@ def evaluate(
 
 
 def by_question(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the table of an evaluation in eval.parquet: a row per question, from the `rows` of `ask_questions`.
+    """Average the `rows` of `ask_questions` over samples to one row per question, the table in eval.parquet.
 
-    Columns: id, answer; accuracy, format, tokens and truncated, each a mean over samples; sample (the first
-    completion).
+    Columns: id, answer; the means accuracy, format, tokens and truncated; sample (the first completion).
     """
     first = rows[rows["draw"] == 0]
     means = {name: rows[name].to_numpy(float).reshape(len(first), -1).mean(1) for name in METRICS}

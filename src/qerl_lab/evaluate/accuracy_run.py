@@ -77,10 +77,7 @@ def run(options: AccuracyOptions) -> None:
 
 
 def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Sequence[Task]) -> dict[str, Any]:
-    """Return the settings that determine the answers of the run or model `chosen` to `tasks`, as a dict for JSON.
-
-    Results with equal settings are printed, not made again, and a hash of the settings names their folder.
-    """
+    """Return the settings that determine the answers of the run or model `chosen` to `tasks`, as a dict for JSON."""
     cfg, device = chosen.cfg, policy.device_of(chosen.cfg.device)
     drawn = f"temperature {cfg.eval.temperature:g}, top-p {cfg.eval.top_p:g}" if cfg.eval.temperature else "greedy"
     sampling = f"{drawn}, {cfg.rollout.max_completion_tokens:,} tokens"

@@ -126,10 +126,7 @@ def read_arm(path: str) -> dict[int, Evaluated]:
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that identify an evaluation from its evaluation.json, always with `grading`.
-
-    evaluation.json leaves `grading` out if it is the default.
-    """
+    """Return the entry `identity` of `about`, an evaluation.json, with the default `grading` if the entry lacks it."""
     return {"grading": BY_TASK} | about["identity"]
 
 

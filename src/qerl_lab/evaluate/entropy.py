@@ -118,7 +118,7 @@ def run(options: EntropyOptions) -> None:
 
 
 def results_folder(options: EntropyOptions) -> Path:
-    """Return the folder to write: `options.out`, or if not given one below evaluations/ named by a hash."""
+    """Return the absolute path for results: `options.out`, else evaluations/MODEL/entropy-(hash of the options)."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     of = {key: value for key, value in asdict(options).items() if key != "overwrite"}

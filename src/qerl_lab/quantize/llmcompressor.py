@@ -62,10 +62,7 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
 
 
 def check(options: QuantizeOptions) -> None:
-    """Raise ConfigError if llmcompressor is not installed, or if device=cpu is given on a machine with a GPU.
-
-    There llmcompressor would use the GPU all the same.
-    """
+    """Raise ConfigError if llmcompressor is not installed, or if it would use a GPU despite device=cpu."""
     if importlib.util.find_spec("llmcompressor") is None:
         raise ConfigError(
             f"method={options.method} needs llmcompressor, which is not installed here. It is in the extra `quantize`, "

@@ -70,10 +70,10 @@ def measure_layer(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles, name: str, device: torch.device,
     *, fit_scales: bool,
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the sums of squares of the weight of the Linear `name` and of its rounding error.
+    """Return the sums of squares of the Linear `name`'s weight in `dense`, and of its rounding error in `packed`.
 
-    They are read from the files of dense and packed model (`weight_error.of_layer`). Raises ValueError, naming file and
-    Linear, if a weight is NaN, infinite or too large, or for packed tensors that `Format.accept` refuses.
+    `fit_scales` is explained at `weight_error.of_layer`. Raises ValueError, naming file and Linear, if a weight is NaN,
+    infinite or too large, or for packed tensors that `Format.accept` refuses.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
     shape = (weight.shape[0], weight.shape[1])
