@@ -91,7 +91,8 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
 def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
     """Return an OSError that names `checkpoint` if the disk of `folder` is full, else None.
 
-    Tries to write a file, because the errors of torch.save and safetensors do not say why a write failed.
+    Writes the file `probe` and leaves it in `folder`, because errors of torch.save and safetensors do not say why a
+    write failed.
     """
     try:
         (folder / "probe").write_bytes(bytes(PROBE_BYTES))

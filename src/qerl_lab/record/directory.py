@@ -143,7 +143,7 @@ class RunDirectory:
 
     @property
     def reason(self) -> str:
-        """Return why the run failed: the first line of FAILED, which must exist."""
+        """Return why the run failed: the first line of FAILED, or a full disk if FAILED is empty. FAILED must exist."""
         text = (self.path / FAILED).read_text(encoding="utf-8")
         return next(iter(text.splitlines()), f"the disk of {self.path} was full, so the reason could not be written")
 

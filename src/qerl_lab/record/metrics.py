@@ -244,7 +244,10 @@ def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
 
 
 def _decode_line(values: Any) -> MetricsLine:
-    """Check a parsed line of metrics.jsonl, and turn null into NaN. Raises ValueError for anything else."""
+    """Check a parsed line of metrics.jsonl, and turn null into NaN.
+
+    Raises ValueError for anything else, or as `float` does for a metric that is no number.
+    """
     match values:
         case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)}:
             numbers = {name: math.nan if value is None else float(value) for name, value in metrics.items()}

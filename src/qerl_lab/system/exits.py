@@ -100,7 +100,7 @@ def survive_lost_console() -> None:
 
 
 def _lasting_stream(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
-    """Return a text stream that writes to `descriptor` through `_LastingFile`, encoded like `stream`."""
+    """Return a stream to `descriptor` that outlives its reader (`_LastingFile`), encoded like `stream`; None: UTF-8."""
     if stream is not None:
         stream.flush()
     encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", None)
