@@ -203,7 +203,8 @@ def draw_formats(arms: Arms, formats: Mapping[str, str], title: str) -> Figure:
 def _limit_y_axis(axis: Axes, chosen: Values, curve: Curve) -> None:
     """Cut the y axis of a drawn panel to `curve.bounds`, and let it begin at 0 with `curve.from_zero`.
 
-    Lines also get at most a quarter of their values' range above and below, because wide bands would flatten them.
+    The axis of lines also ends at most a quarter of the values' range beyond the values, because wide bands would
+    flatten the lines.
     """
     values, room = pd.concat([values for own in chosen.values() for values in own]), math.inf
     if _is_line(chosen, curve):

@@ -205,9 +205,9 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
 
 
 def _jackknife(treated: Range, control: Range, questions: Sequence[str]) -> tuple[float, float, float]:
-    """Return lower bounds for the variance of seeds' means over `questions`: of treated, control and their difference.
+    """Return jackknife variances of seeds' means over `questions`: of treated, of control and of their difference.
 
-    They come from `Range.without`, and are 0 if it is not set.
+    All are 0 unless both ranges have `without`.
     """
     if treated.without is None or control.without is None:
         return 0.0, 0.0, 0.0

@@ -58,7 +58,7 @@ def closing(result: dict[str, Any], steps: pd.DataFrame) -> str:
     return terminal.aligned(rows)
 
 
-def where(run_dir: Path, is_mirrored: bool | None) -> str:
+def location(run_dir: Path, is_mirrored: bool | None) -> str:
     """Return the lines that say where the run's record is and how to open the run in MLflow.
 
     If MLflow lacks a part of the record (`is_mirrored` is False), a further line says how to fill it. `is_mirrored` is

@@ -38,8 +38,8 @@ class Origin:
     """Where, when, with which versions and by which command a run ran. Empty text means not known."""
 
     command: str = ""
-    configured: str = ""  # words such as `scale=NAME jobs=4 task.module=FILE.py`: labels, and jobs at once of a sweep
-    began: str = ""
+    configured: str = ""  # such as `scale=NAME jobs=4 task.module=FILE.py`: labels, and jobs at once of a sweep
+    began: str = ""  # start of the first session, ISO 8601
     commit: str = ""
     machine: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -129,10 +129,10 @@ def families(rows: Sequence[Row]) -> str:
 
 
 def missing_arms(rows: Sequence[Row]) -> str:
-    """List the commands that would run what verdicts lack, a line each, with the names of the claims.
+    """Return text with the commands that start the runs which verdicts lack, one per line, with the claims' names.
 
-    For claims with a queue file beside them, the command plans the queue, because a sweep may have other values than
-    the arms of the claims. The text is empty if every contrast has enough seeds.
+    A claim with a queue file gets the command that plans the queue, because a sweep may have other values than the arms
+    of the claim. The text is empty if every contrast has enough seeds.
     """
     blocks: dict[str, dict[str, dict[str, None]]] = {}  # head -> command -> names of claims
     for claim in (row.claim for row in rows if row.judged is None):

@@ -199,13 +199,15 @@ def mirrored(run_dir: Path, **noted: str) -> Path:
 
 
 def test_paths_are_shown_as_they_can_be_typed(here: Path) -> None:
-    text = run_summary.where(mirrored(here / "runs" / "x", uri="sqlite:////tmp/a b.db", experiment_id="7"), True)
+    text = run_summary.location(mirrored(here / "runs" / "x", uri="sqlite:////tmp/a b.db", experiment_id="7"), True)
     assert "run directory: runs/x " in text
     assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text
     assert text.endswith(" http://127.0.0.1:5000/#/experiments/7/runs")
-    assert run_summary.where(here, None).count("\n") == 0
+    assert run_summary.location(here, None).count("\n") == 0
     (here / "metrics.jsonl").touch(), (here / "model").mkdir()
-    assert run_summary.where(here, None).endswith("  (metrics.jsonl, model/)"), "files that are not there are not named"
+    assert run_summary.location(here, None).endswith("  (metrics.jsonl, model/)"), (
+        "files that are not there are not named"
+    )
 
 
 def test_the_next_commands_name_the_run(here: Path) -> None:
@@ -221,14 +223,14 @@ def test_the_next_commands_name_the_run(here: Path) -> None:
 
 
 def test_a_server_is_opened_at_its_own_address(tmp_path: Path) -> None:
-    text = run_summary.where(mirrored(tmp_path, uri="https://***@host/ml/", experiment_id="7"), True)
+    text = run_summary.location(mirrored(tmp_path, uri="https://***@host/ml/", experiment_id="7"), True)
     assert text.endswith("open MLflow:   https://host/ml/#/experiments/7/runs")
-    text = run_summary.where(mirrored(tmp_path, uri="postgresql://***@host/db"), True)
+    text = run_summary.location(mirrored(tmp_path, uri="postgresql://***@host/db"), True)
     assert '--backend-store-uri "$MLFLOW_TRACKING_URI"\n' in text
 
 
 def test_what_mlflow_lacks_is_said_with_the_command_that_fills_it(here: Path) -> None:
-    text = run_summary.where(mirrored(here / "run", uri="http://host"), False)
+    text = run_summary.location(mirrored(here / "run", uri="http://host"), False)
     assert "MLflow at http://host lacks a part of this run" in text
     assert text.endswith("-m qerl_lab.tracking resync run")
     assert "open MLflow" not in text
