@@ -254,18 +254,18 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
 
 @cache
 def split_of(columns: int, tiles: int, warps: int) -> int:
-    """Choose how many columns of x each partial sum (split) of x A^T covers, for the fewest trips to memory in a row.
+    """Choose how many columns of x each partial sum (split) of x A^T covers, for the fewest successive memory reads.
 
     `columns` is K, `tiles` the number of 16 x 16 tiles of x A^T, `warps` the number of warps that compute x A^T. A warp
-    makes one trip per 64 columns of a tile, and one per 16 splits to add them up.
+    reads memory once per 64 columns of a tile, and once per 16 splits to add them up.
     """
 
-    def trips_in_a_row(of_split: int) -> int:  # columns of a split
+    def successive_reads(of_split: int) -> int:  # columns of a split
         splits = ceil_div(columns, of_split)
         for_products = ceil_div(splits * tiles, warps) * of_split // _STEP_OF_SPLIT
         return for_products + ceil_div(splits, _SUMS_AT_ONCE)
 
-    return min(range(_STEP_OF_SPLIT, columns + 1, _STEP_OF_SPLIT), key=trips_in_a_row)
+    return min(range(_STEP_OF_SPLIT, columns + 1, _STEP_OF_SPLIT), key=successive_reads)
 
 
 @cache

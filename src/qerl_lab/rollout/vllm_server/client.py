@@ -23,8 +23,8 @@ class Unanswered(EngineFailed):
     """The server did not answer a request in time."""
 
 
-class Server:
-    """Client of the server at `url`, usable from several threads.
+class ServerClient:
+    """Client of the vLLM server at `url`, usable from several threads.
 
     It retries a lost connection for `patience` seconds, and opens at most `connections` connections.
     """

@@ -32,7 +32,7 @@ from qerl_lab.rollout.vllm.transfer import (
     write_adapter_config,
     write_adapter_weights,
 )
-from qerl_lab.rollout.vllm_server.client import ADVICE, Refused, Server, Unanswered
+from qerl_lab.rollout.vllm_server.client import ADVICE, Refused, ServerClient, Unanswered
 from qerl_lab.rollout.vllm_server.server_command import required_settings
 
 AT_LEAST = ("max_model_len", "max_lora_rank")  # a server may have more of these
@@ -59,7 +59,7 @@ class VllmServerEngine(Engine):
         self._open = ExitStack()
         self._requests = list[Future[list[Completion]]]()  # of the last `generate`
         self._aborted = False
-        self._server = Server(server_cfg.url, server_cfg.patience_seconds, cfg.rollout.batch_size)
+        self._server = ServerClient(server_cfg.url, server_cfg.patience_seconds, cfg.rollout.batch_size)
         self._open.callback(self._server.close)
         self._name = f"policy-{secrets.token_hex(4)}"  # name of the adapter on the server, unique to this engine
         try:
