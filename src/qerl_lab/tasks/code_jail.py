@@ -139,21 +139,21 @@ def allow_calls(machine: str) -> None:
     del buffer
 
 
-def _allow_without_bits(number: int, place: int, bits: int, both_halves: bool = False) -> list[Line]:
-    """Return BPF instructions that allow system call `number` only if argument `place` (from 0) has none of `bits`.
+def _allow_without_bits(number: int, index: int, bits: int, both_halves: bool = False) -> list[Line]:
+    """Return BPF instructions that allow system call `number` only if argument `index` (from 0) has none of `bits`.
 
     Tests the lower 32 bits of the argument, and the upper 32 bits against the same `bits` if `both_halves`.
     """
     tests = []
-    for at in (ARGUMENTS + 8 * place, ARGUMENTS + 8 * place + 4)[: 1 + both_halves]:
+    for at in (ARGUMENTS + 8 * index, ARGUMENTS + 8 * index + 4)[: 1 + both_halves]:
         tests += [(LOAD, 0, 0, at), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
     return _for_call(number, [*tests, (RETURN, 0, 0, ALLOW)])
 
 
-def _allow_one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line]:
-    """Return BPF instructions that allow system call `number` only if argument `place` (from 0) is one of `values`."""
+def _allow_one_of(number: int, index: int, values: tuple[int, ...]) -> list[Line]:
+    """Return BPF instructions that allow system call `number` only if argument `index` (from 0) is one of `values`."""
     tests = [line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
-    return _for_call(number, [(LOAD, 0, 0, ARGUMENTS + 8 * place), *tests, (RETURN, 0, 0, REFUSE)])
+    return _for_call(number, [(LOAD, 0, 0, ARGUMENTS + 8 * index), *tests, (RETURN, 0, 0, REFUSE)])
 
 
 def _for_call(number: int, lines: list[Line]) -> list[Line]:

@@ -87,7 +87,10 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
 
 
 def _result_of(where: str, function: Callable[..., Any], cfg: TaskConfig) -> Any:
-    """Call a function of the user's file. If it raises a ValueError or OSError, raise ConfigError with its line."""
+    """Return `function(cfg)`, a call into the user's file; turn its ValueError or OSError into a ConfigError.
+
+    The message begins with `where`, the name of the call, and has the line of the error.
+    """
     try:
         return function(cfg)
     except ConfigError:  # of a function of the lab that the file calls
@@ -186,11 +189,11 @@ def _checked_grade(
 
 
 def _describe_wrong_scores(values: Any, questions: Sequence[Question]) -> str:
-    """Describe `values`, which are not one score from 0 to 1 for each of the texts that answer `questions`.
+    """Describe `values`, a wrong result of a grader, which must give one score from 0 to 1 for each of `questions`.
 
-    Names the first wrong score, because a list is shortened and might show only right ones. If their number is wrong,
-    it returns the number and the shortened list. A text is shown whole, and a generator is not asked for its values:
-    it may have no end, or raise an error.
+    Returns the number of scores and the shortened list if the number is wrong, else the first wrong score, because a
+    shortened list might show only right ones. A text is not split into characters. A generator is not asked for its
+    values, because it may have no end, or raise an error.
     """
     if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
         return reprlib.repr(values)

@@ -229,10 +229,10 @@ def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
 
 
 def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
-    """Yield (location, row) of each row of the dataset with the id `path` on the hub. The row is a dict.
+    """Yield (location, row) of each row in a split of the hub's dataset `path`. The row is a dict.
 
-    Reads the configuration `source.hub_config`. If the dataset is not `source.hub_id` and lacks this configuration, its
-    default configuration is read. Raises ConfigError if the dataset cannot be loaded.
+    `of_heldout` chooses the split (`Source.split`). The configuration is `source.hub_config`, or the default one if the
+    dataset is not `source.hub_id` and lacks it. Raises ConfigError if the dataset cannot be loaded.
     """
     say_hub_is_asked(f"questions of {path}")
     from datasets import get_dataset_config_names, load_dataset

@@ -221,8 +221,8 @@ def _several(kind: str, parts: list[str], nesting: int) -> Several:
 def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Form:
     r"""Parse an equation or inequality. `sides` are the texts between the `signs` of `text`.
 
-    `x = 5` and `x \in A` become Named, `= 5` becomes the value alone, other texts a Relation. Of `a \approx b` only a
-    is parsed, or only b if a is a name or blank.
+    `x = 5`, `5 = x` and `x \in A` become Named, `= 5` becomes the value alone, other texts a Relation. In `a \approx b`
+    only a is parsed, or only b if a is a name or blank. A last `\approx b` after other signs is dropped.
     """
     signs = [_SIGNS.get(sign, sign) for sign in signs]
     if signs[0] == r"\in" and len(signs) == 1:

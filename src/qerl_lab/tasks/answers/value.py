@@ -35,8 +35,8 @@ Point = Mapping[str, Value]
 def point(variables: frozenset[str], draw: int) -> Point:
     """Return the point number `draw`, from 0 to POINTS - 1: a fixed value for each variable, chosen by a hash.
 
-    Values of points 0 and 1 are at most 1 in magnitude, where most functions are real. Those of the last two points can
-    be up to 30, to expose rounding to integers. Points with an odd number include negative values.
+    Values of points 0 and 1 are at most 1 in magnitude, where most functions are real. Values of the last two points
+    can be up to 30, to expose rounding to integers. Only points with an odd number may have negative values.
     """
     found = {}
     for name in variables:
