@@ -70,8 +70,8 @@ def requested_run(options: ExportOptions) -> RunDirectory:
 def export(options: ExportOptions) -> None:
     """Write a run's adapter or merged model, with model card, configuration and export.json, to `options.out`.
 
-    Raises ConfigError if an option cannot work, the run's base cannot be loaded or has changed, or the adapter is
-    damaged.
+    With `options.base` the dequantized base is written too. Raises ConfigError if an option cannot work, the run's base
+    cannot be loaded or has changed, or the adapter is damaged.
     """
     run = requested_run(options)
     with terminal.quiet_imports():

@@ -196,7 +196,7 @@ def run(options: RunOptions) -> None:
         machine.pack(planned)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        """Handle a signal: tell the threads to stop their runs, because the signal may reach this process alone."""
+        """Handle a signal, which may reach this process alone: tell the threads to stop; raise KeyboardInterrupt."""
         machine.stopped.set()
         raise KeyboardInterrupt
 
@@ -248,7 +248,7 @@ class Machine:
 
     @property
     def until(self) -> float:
-        """Return when this command must end, in seconds of `time.monotonic`: at once after `stopped`."""
+        """Return when this command must end, in seconds of `time.monotonic`; a past time once `stopped` is set."""
         return self.began + 60 * (0 if self.stopped.is_set() else self.options.minutes)
 
     def run_folder(self, planned: Planned) -> Path:

@@ -83,7 +83,7 @@ class NoiseLevel:
         return result
 
     def end_step(self) -> None:
-        """With aqn.schedule=adaptive, set sigma of the next step from the measured `kl`; otherwise do nothing.
+        """Set sigma of the next step from the measured `kl` if aqn.schedule=adaptive; otherwise do nothing.
 
         Call it after the step's last update.
         """
