@@ -1,7 +1,7 @@
 """Tasks: questions with exact answers, and grading, selected by `task.name`.
 
-A task offers these functions. They stand in `question_sets` or in a module `qerl_lab.tasks.NAME`;
-`task.module=FILE.py` replaces them by functions of a file.
+A task has these functions, defined in `question_sets` or in a module `qerl_lab.tasks.NAME`. Functions of the same names
+in the user's file `task.module` replace them.
 
     train(cfg) -> list[Question]         training questions; missing in a task for evaluation only
     heldout(cfg) -> list[Question]       never in training, disjoint by construction
@@ -48,10 +48,10 @@ Grade = Callable[[Sequence[str], Sequence[Question]], Scores]
 class Task:
     """A configured task: its questions, the function that grades answers, and the reward weights.
 
-    `grade(texts, questions)` returns a dict: for each part of the reward, such as "answer", scores from 0 to 1 of shape
-    [len(texts)]. It depends on its arguments alone, does not raise on any model output, and scores 0 an answer that
-    takes too long to check. Every task has the parts "format" and "answer", because evaluations read them. `weights`
-    holds the reward weight of every part except UNPARSED.
+    `grade(texts, questions)` maps each part of the reward, such as "answer", to scores from 0 to 1, of shape
+    [len(texts)]. The scores depend on the arguments alone. `grade` does not raise on any model output; an answer that
+    takes too long to check gets score 0. Every task has the parts "format" and "answer", because evaluations read them.
+    `weights` holds the reward weight of every part except UNPARSED.
     """
 
     name: str
@@ -88,8 +88,8 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
 
     `training` chooses the training questions: "train" for reinforcement learning; "worked" for supervised training,
     each with a solution in `payload["solution"]`; None for evaluation, without any. Training questions that are also
-    held out are removed. Raises ConfigError if over 1% are removed, if questions cannot be read, or if the task has no
-    questions of the kind `training`.
+    held out are removed, then the first `cfg.train_questions` (0: all) are kept. Raises ConfigError if over 1% are
+    removed, if questions cannot be read, or if the task has no questions of the kind `training`.
     """
     functions = _functions(cfg, training)
     train = Questions.of(functions[training](cfg) if training else [])
@@ -131,7 +131,10 @@ def check_trains(cfg: TaskConfig) -> None:
 
 
 def is_on_the_hub(cfg: TaskConfig) -> bool:
-    """Tell whether the task has its questions from the Hugging Face hub by default, that is, without task.path."""
+    """Tell whether the task reads questions from the Hugging Face hub if task.path is not set.
+
+    Raises ConfigError if the user's file `task.module` cannot be used.
+    """
     functions = module_file.load(cfg, {}) if cfg.module else {}
     return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= functions.keys()
 
@@ -145,10 +148,10 @@ def makes_questions(cfg: TaskConfig) -> bool:
 
 
 def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a task by name, such as "heldout"; those in the user's file `task.module` come first.
+    """Return the functions of a task by name, such as "heldout"; the user's file `task.module` can replace them.
 
-    Raises ConfigError if that file cannot be used, or if the task lacks `needed`, the function of its training
-    questions: "train", or for a warm-up "worked".
+    `needed` is the function that must be among them: "train", "worked" for a warm-up, or None. Raises ConfigError if it
+    is missing, if the file defines "train" without a needed "worked", or if the file cannot be used.
     """
     if cfg.name in question_sets.SOURCES:
         functions = question_sets.functions(cfg.name)

@@ -3,8 +3,7 @@
 `code_sandbox` starts it as a script, once for every input. It only imports modules that load fast: no json, typing or
 runpy.
 
-Every function raises OSError if the kernel does not restrict the process. The kernel then refuses, whatever the program
-does, even through ctypes or machine code:
+The kernel refuses, whatever the program does, even through ctypes or machine code:
 
     reading     Landlock: files and folders other than Python's library and the program itself
     writing     Landlock and seccomp: every file; standard output is a size-limited file in memory
@@ -101,7 +100,7 @@ def allow_reading(files: list[str], listed: list[str]) -> None:
     """Forbid this process to read or change files, irrevocably, except to read `files` and to list folders `listed`.
 
     Both are lists of paths. A folder in `files` allows reading everything below it, a folder in `listed` allows listing
-    the folders below it.
+    the folders below it. Raises OSError if a path does not exist or the kernel lacks Landlock.
     """
     abi = _call("Landlock", CREATE_RULESET, 0, 0, 1)
     handled = FIRST_RIGHTS | sum(1 << bit for bit, since in LATER_RIGHTS if abi >= since)
@@ -165,7 +164,7 @@ def _for_call(number: int, lines: list[Line]) -> list[Line]:
 
 
 def main(program: str, numbers: str, readable: str, listed: str) -> None:
-    """Restrict this process, report success or the reason to the parent, and run the file `program` as `__main__`.
+    """Restrict this process, report READY or the error to its parent, and if READY run the file `program` as a script.
 
     The kernel kills this process when its parent ends. `numbers` are separated by spaces: the parent's process id, the
     file descriptor to report to, and the arguments of `limit`. `readable` and `listed` are paths, one per line.

@@ -52,10 +52,10 @@ def judge(given: str, known: str) -> bool | None:
     2. Two texts are equal if their spelling is the same once it is normalized (answers/surface.py).
     3. If both can be parsed (answers/reading.py), their forms are compared (answers/equality.py): expressions by value,
        a list in any order, a point in order.
-    4. If only one can be parsed, and it is words, nothing is equal to them: wrong if they are `given`, else undecided.
+    4. If only one can be parsed, and it is words: wrong if that is `given`, undecided if it is `known`.
     5. math-verify compares what only math-verify reads, such as integrals (answers/library.py).
 
-    None if this cannot be decided: an answer cannot be parsed or evaluated, or math-verify fails or takes over
+    Returns None if this cannot be decided: an answer cannot be parsed or evaluated, or math-verify fails or takes over
     LIBRARY_SECONDS of CPU time. A text over MAX_ANSWER_CHARACTERS is not parsed, so that hostile text takes little
     work. Raises RuntimeError if math-verify is needed and cannot be imported.
     """

@@ -31,7 +31,7 @@ Column = Literal["benchmark", "engine", "sampling", "prompt_sha256", "id", "answ
 class GraderFailed(RuntimeError):
     """The user's function `grade` raised an error, which is the cause of this one and may be a bug in the function.
 
-    No ValueError, because commands print a ValueError in one line, and a bug is found by its traceback.
+    Not a ValueError, because commands print a ValueError in one line, and finding a bug needs its traceback.
     """
 
 
@@ -157,8 +157,8 @@ def _checked_grade(
     """Return the scores of `function(texts, questions)`, where `function` is `grade` of the user's file `module`.
 
     Raises GraderFailed if `function` raises, and ConfigError unless each part of the result is one score from 0 to 1
-    per text. The parts are some of PARTS and `weighted`: "format" and "answer" always, with `are_required` all of
-    `weighted`.
+    per text. Parts in PARTS and `weighted` are allowed. "format" and "answer" are required, and all of `weighted` if
+    `are_required`.
     """
     import numpy as np
 

@@ -46,10 +46,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a question set. Its methods take a role such as "question"; `columns` maps roles to names of columns.
-
-    Every method raises BadRow if the value is missing or unusable.
-    """
+    """A row of a question set. Its methods take a role such as "question"; `columns` maps roles to names of columns."""
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
@@ -210,7 +207,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     """Parse a line as a JSON object. Raises BadRow if it is none."""
     try:
         row = parse_json(line)
-    except json.JSONDecodeError as error:  # its own text counts lines too, from the start of this one
+    except json.JSONDecodeError as error:  # str(error) also counts lines, always 1 here
         raise BadRow(f"is not JSON ({error.msg}: character {error.pos + 1})") from None
     except ValueError as error:
         raise BadRow(f"is not JSON ({error})") from None

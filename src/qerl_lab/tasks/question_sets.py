@@ -1,7 +1,7 @@
 """Question sets of mathematics on the Hugging Face hub: their columns, and how a row becomes a question.
 
 `task.path` reads the same columns from local files. All are graded by `grading.grade_math`. A function that makes a
-question raises BadRow if the row has none, or has an answer of another kind.
+question from a row raises BadRow if the row has no question, or has an answer of another kind.
 """
 
 import re
@@ -104,7 +104,7 @@ def _gsm8k(id: str, row: Row) -> Question:
 def _gsm8k_worked(id: str, row: Row) -> Question:
     """Make a question from a row of GSM8K, with the solution as `<think>..</think><answer>..</answer>` in its payload.
 
-    Calculator annotations (`<<48/2=24>>`) are removed.
+    Removes calculator annotations (`<<48/2=24>>`). Raises BadRow if the rest is blank or contains `<`.
     """
     question, solution = _gsm8k(id, row), row.text("answer").rpartition("####")[0]
     steps = re.sub(r"<<[^<>]*>>", "", solution).strip()
@@ -116,7 +116,7 @@ def _gsm8k_worked(id: str, row: Row) -> Question:
 def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
     """Read the Big-Math questions of the levels `task.bigmath.levels`. Rows without a column `level` are all kept.
 
-    A note for the user counts these rows if task.path is set.
+    If task.path is set and levels are chosen, a note for the user counts the rows without a level.
     """
     levels, without_level = cfg.bigmath.levels, list[str]()
 
@@ -141,10 +141,10 @@ def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _dapo_math(id: str, row: Row) -> Question:
-    """Make a question from a row of DAPO, without DAPO's own request for an answer format.
+    """Make a question from a row of DAPO, without DAPO's request for an answer format.
 
-    The question is a text, or a list of chat messages; then the last message is the question. Raises BadRow if that
-    message is not the user's, if the question is blank, or if the answer is no number.
+    The column has the question as a text, or as the last of a list of chat messages. Raises BadRow if that message is
+    not the user's, if the question is blank, or if the answer is no number.
     """
     column, value = row.columns["question"], row.value("question")
     if isinstance(value, list):

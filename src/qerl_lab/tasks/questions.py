@@ -46,14 +46,15 @@ class Questions(list[Question]):
 
     @classmethod
     def of(cls, questions: list[Question]) -> "Questions":
-        """Return Questions unchanged, and a plain list as Questions of which no row was left out, without notes."""
+        """Return Questions unchanged; convert a plain list to Questions without rows left out and without notes."""
         return questions if isinstance(questions, Questions) else cls(questions)
 
 
 def note_bad_rows(bad: Sequence[str], rows: int, remedy: str) -> list[str]:
-    """Return a note on the bad rows of all `rows`, or none if `bad`, their locations and errors, is empty.
+    """Return a list of one note that counts the bad rows; [] if there are none.
 
-    Raises ConfigError if they are over 1%, because then the file or its columns are wrong; `remedy` ends the message.
+    `bad` has location and error of each bad row; `rows` counts all rows. Raises ConfigError if over 1% are bad, because
+    then the file or its columns are wrong; `remedy` ends the message.
     """
     if not bad:
         return []

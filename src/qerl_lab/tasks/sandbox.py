@@ -36,7 +36,7 @@ def call(module: str, function: str, arguments: Sequence[Any], seconds: float) -
     """Call a function in a worker process; return its result.
 
     The result is None if the call raised an error or exceeded a limit: `seconds` of CPU time, MEMORY_BYTES of memory,
-    or about WALL_FACTOR times `seconds` of wall time. Only the worker imports `module`. Arguments and result must be
+    or WALL_FACTOR * (`seconds` + 1) of wall time. Only the worker imports `module`. Arguments and result must be
     JSON. Any thread may call; one call runs at a time. Raises RuntimeError if no worker can start.
     """
     key = (module, function, seconds)

@@ -23,9 +23,9 @@ def with_answer_start(prompt: str, completions: Sequence[str]) -> list[str]:
 
 
 def without_answer_start(prompt: str, solution: str) -> str:
-    """Cut off the beginning of a worked solution that the prompt has already: all up to its last opened or closed tag.
+    """Remove from a worked solution what the prompt already begins: all up to the last tag of `answer_start(prompt)`.
 
-    Returns the whole solution if the prompt begins no answer (`answer_start`), or if the solution lacks this tag.
+    Returns the whole solution if the prompt begins no answer, or if the solution lacks this tag.
     """
     tags = re.findall(r"</?\w+>", answer_start(prompt))
     return solution.partition(tags[-1])[2] if tags and tags[-1] in solution else solution

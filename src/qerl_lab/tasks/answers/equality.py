@@ -77,7 +77,7 @@ def _compare_named(left: Named, right: Form) -> bool:
 def _as_relation(form: Form) -> Relation | None:
     """Return a relation unchanged, and a named amount such as `y = 2x` as an equation.
 
-    None for other forms, and for a name that is no expression.
+    Returns None for other forms, and for a name that is no expression.
     """
     if isinstance(form, Named) and isinstance(form.form, Amount):
         with suppress(Unreadable):

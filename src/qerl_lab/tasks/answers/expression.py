@@ -97,7 +97,7 @@ class _Reader:
         self.tokens, self.at, self.depth = [*tokens, END], 0, 0
         self.bars = 0  # open absolute values
         pairs = list(pairwise(self.tokens))
-        # What stands somewhere alone, and what stands before a bracket, tells `power` a factor from a function.
+        # `power` uses these two to tell a factor, as in n(n+1), from a function, as in f(2x).
         self.alone = {token.text for token, after in pairs if after.text not in ("(", "[", "^", "_", "'")}
         self.before_bracket = [token.text for token, after in pairs if after.text in ("(", "[")]
         self.raised_at = -1  # index where the last exponent ended

@@ -38,7 +38,7 @@ def same_set(left: Form, right: Form) -> bool:
 
 
 def _bounded_terms(form: Form) -> frozenset[Node]:
-    """Return what inequalities in a form bound, such as `x` in `x < 3` and in `|x| < 3`; empty if there are none."""
+    """Return the terms that inequalities in a form bound, such as `x` in `x < 3` and `|x| < 3`; empty without any."""
     if isinstance(form, Several):
         return frozenset().union(*map(_bounded_terms, form.parts))
     sides = filter(names, form.sides) if isinstance(form, Relation) else ()

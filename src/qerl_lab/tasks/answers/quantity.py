@@ -73,7 +73,7 @@ class Quantity:
 def quantity(text: str) -> Quantity | None:
     """Split an answer such as "5 cm", "40%" or "3 million dollars" into expression, unit, percent and scale.
 
-    Returns None if words change the number, as in "18 or more" and "18 wrong".
+    Returns None if the words behind the number change it ("18 or more"), or name no unit or thing ("5 green").
     """
     unit = ""
     if found := _BEFORE.match(text):

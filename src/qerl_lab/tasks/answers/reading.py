@@ -110,10 +110,10 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
 
 
 def _simple(text: str) -> Form | None:
-    """Parse a text that needs no splitting; None for any other text.
+    """Parse a text that needs no splitting; return None for any other text.
 
-    That is a numeral with a base, such as `17_8` or `17 base eight`, a time, one letter, a matrix, the real numbers,
-    the empty set, or words. Raises Unreadable for a digit that its base lacks, and for matrix rows of unequal length.
+    Such a text is a numeral with a base (`17_8`, `17 base eight`), a time, one letter, a matrix, the real numbers, the
+    empty set, or words. Raises Unreadable for a digit that its base lacks, and for matrix rows of unequal length.
     """
     if found := _NUMERAL.fullmatch(text):
         digits, base = found[1], found[2] or found[3] or found[4]
@@ -173,7 +173,7 @@ def _without_thousands(text: str) -> str:
 
 
 def _depths(text: str) -> list[int]:
-    """Return for each character of `text` how many brackets are open there; braces of TeX arguments count too.
+    """Return, for each character of `text`, how many brackets are open there; braces of TeX arguments count too.
 
     Raises Unreadable if brackets stay open, or if one closes that was not opened.
     """

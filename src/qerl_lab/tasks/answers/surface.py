@@ -34,7 +34,7 @@ _FONTS = r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|m
 # A regular expression, and what replaces it. `plain` applies one after the other, so a later one sees what an earlier
 # one wrote.
 _REPLACEMENTS = [
-    # sizes and limits say nothing: \left( becomes (; a row of a matrix ends with \row
+    # sizes and limits have no meaning: \left( becomes (; a row of a matrix ends with \row
     (r"\\(?:left|right|middle)\s*\.(?!\d)", " "),
     (rf"\\(?:m?left|m?right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}", " "),
     (r"\\\\(?:\[[^\[\]]*\])?", r"\\row "),
@@ -74,7 +74,7 @@ _REPLACEMENTS = [
     # braces around the rows of a system of equations
     (r"\\\{\s*\\begin\{array\}\{[lcr]*\}([^&]*)\\end\{array\}(?!\s*\\\})", r" \1 "),
     (r"(?:\\\{\s*)?\\begin\{(cases|aligned)\}([^&]*)\\end\{\1\}", r" \2 "),
-    # fonts: around a letter, a number, a currency, a function or a word that joins they say nothing
+    # fonts: around a letter, a number, a currency, a function or a word that joins they have no meaning
     (rf"\\(?:{_FONTS})\s*\{{\s*([eid])\s*\}}", r" \1 "),
     (r"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*\{([^{}]*)\}", r" \1 "),
     (rf"\\(?:{_FONTS})\s*\{{", r"\\text{"),
