@@ -1,4 +1,4 @@
-"""Weight formats: NVFP4, MXFP4, NF4, FP8, BF16. The fields of each are its options."""
+"""Weight formats: NVFP4, MXFP4, NF4, FP8, BF16. The dataclass fields of a format are its options."""
 
 from collections.abc import Mapping
 from dataclasses import fields

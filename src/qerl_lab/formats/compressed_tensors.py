@@ -22,10 +22,7 @@ _ANY_PARENT = r"re:(.*\.)?"
 
 @dataclass(frozen=True)
 class CompressedTensors(Format):
-    """A format with blocks within rows: 4-bit E2M1 values, unless a subclass overrides BITS and `layout`, as FP8 does.
-
-    Checkpoints record no rounding rule.
-    """
+    """A format with blocks within rows, of 4-bit E2M1 values unless a subclass overrides BITS and `layout` (FP8)."""
 
     QUANT_METHOD = "compressed-tensors"
     BY_ROWS = True
@@ -36,9 +33,9 @@ class CompressedTensors(Format):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits per weight: its value, and its part of the block's scale, one byte.
+        """Return the bits per weight: BITS for the value, and the weight's share of the block scale, one byte.
 
-        Not counted are 4 bytes per tensor in NVFP4, and 2 bytes per row in FP8.
+        Scales per tensor (NVFP4, 4 bytes) and per row (FP8, 2 bytes) are not counted.
         """
         return self.BITS + (8 / self.BLOCK if self.BLOCK else 0.0)
 

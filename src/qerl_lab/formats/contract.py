@@ -36,7 +36,7 @@ def broken_laws(weight_format: Format) -> dict[str, str]:
 def packs_what_its_layout_says(weight_format: Format) -> None:
     """Raise AssertionError unless `quantize` returns tensors with the names, shapes and dtypes that `layout` gives.
 
-    Also unless `accept` returns these tensors, and refuses them if any of them has twice its size.
+    `accept` must return these tensors, and refuse them if one of them has twice its size.
     """
     packed, layout = weight_format.quantize(_test_weight()), weight_format.layout(SHAPE)
     found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in packed.items()}
@@ -50,7 +50,7 @@ def packs_what_its_layout_says(weight_format: Format) -> None:
 def gives_weights_back(weight_format: Format) -> None:
     """Raise AssertionError unless `dequantize` returns the weight `[N, K]` with an error below half of its norm.
 
-    Also unless the result in bfloat16 is the result in float32 rounded once, and zeros stay zeros.
+    In bfloat16 it must return its float32 result rounded once, and zeros must stay zeros.
     """
     weight = _test_weight()
     packed = weight_format.quantize(weight)

@@ -165,8 +165,8 @@ def check_weight(weight: Tensor, weight_format: Format, *, name: str) -> None:
 def check_values(tensor: Tensor, holder: str = "", *, name: str) -> None:
     """Raise ValueError if `tensor` has NaN, Inf, or magnitudes of 2**100 or more: a model would answer nonsense.
 
-    The message calls the tensor `name`, and says that `holder`, a format's name or by default the tensor's dtype,
-    cannot hold them.
+    The message names the tensor `name`, and what cannot hold the values: `holder`, a format's name, or by default the
+    tensor's dtype.
     """
     tensor = tensor.detach()
     if not tensor.numel():
@@ -184,10 +184,9 @@ def check_values(tensor: Tensor, holder: str = "", *, name: str) -> None:
 def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Pack the parts of one fused layer (q/k/v, gate/up); yield each part's name and packed tensors.
 
-    Loading and the quantize command both pack with it. `weights` holds the dense parts `[N, K]` by name, in
-    the dtype of the checkpoint and not in the compute dtype, so that the bytes depend on the checkpoint alone. Each
-    part is removed from `weights` when it is packed. Raises ValueError, naming the part, for values or shapes that the
-    format cannot store.
+    `weights` holds the dense parts `[N, K]` by name, in the dtype of the checkpoint and not in the compute dtype, so
+    that the bytes depend on the checkpoint alone. Each part is removed from `weights` when it is packed. Raises
+    ValueError, naming the part, for values or shapes that the format cannot store.
     """
     for name, weight in weights.items():  # before the shared constants, which one bad part would spoil
         check_weight(weight, weight_format, name=name)
@@ -210,16 +209,16 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
 
 
 def _join_rows(slices: list[Tensor]) -> Tensor:
-    """Join the slices of a packed tensor below each other. A constant, which is no matrix, is the same in every slice.
+    """Concatenate the rows of a packed tensor's slices; return a constant (no matrix) from the first slice.
 
-    Joins bytes, because autocast refuses torch.cat of float8.
+    Concatenates bytes, because autocast refuses torch.cat of float8.
     """
     first = slices[0]
     return torch.cat([part.view(torch.uint8) for part in slices]).view(first.dtype) if first.ndim == 2 else first
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Return how many groups of `size` hold `count` things: count / size, rounded up."""
+    """Return count / size, rounded up."""
     return -(-count // size)
 
 

@@ -76,7 +76,7 @@ class Marlin:
 
 
 def part(held: Mapping[str, Tensor], first: int, rows: int) -> dict[str, Tensor]:
-    """Return views of `rows` rows from row `first` on of a fused weight in Marlin's layout, e.g. of q in q/k/v.
+    """Return views of the rows `first` to `first + rows - 1` of a fused weight in Marlin's layout, e.g. q in q/k/v.
 
     `held` has CODES, SCALE and DIVISOR; `first` and `rows` are multiples of 64.
     """

@@ -3,7 +3,7 @@
     weight ~ value * 2 ** (weight_scale - 127)
 
 The specification leaves the exponent to the writer. The option `exponent_rule` sets it. The interval behind each rule
-is where the block's maximum lands, in units of the scale:
+contains the block's maximum divided by the scale:
 - `round`, [3.5, 7): round max|block| to E2M1's one mantissa bit, half up, and take its exponent less 2, the exponent
   of E2M1's largest value. Clips up to 1. Bit-equal to compressed-tensors 0.17 (preset MXFP4A16; `round_to_power_2` and
   `generate_mx_scales` in quantization/utils/mxfp_utils.py); torchao calls it EVEN.
@@ -48,7 +48,7 @@ class Mxfp4(CompressedTensors):
         """Pack `weight[N, K]`, K divisible by 32.
 
         Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column) and `weight_scale` uint8 `[N, K/32]`, E8M0.
-        Raises ValueError for an unknown `exponent_rule`. Also, naming `name`, unless `weight` is a matrix of finite
+        Raises ValueError for an unknown `exponent_rule`, and, naming `name`, unless `weight` is a matrix of finite
         floats below 2**100 with such a K.
         """
         if self.exponent_rule not in EXPONENT_RULES:

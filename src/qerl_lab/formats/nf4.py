@@ -45,7 +45,8 @@ class Nf4(Format):
 
         Returns the tensors of a bitsandbytes checkpoint: `weight` uint8 `[N*K/2, 1]` (HIGH nibble = even element),
         `weight.absmax` `[N*K/64]` (uint8 if `double_quant`, else float32), `weight.quant_map` float32 `[16]`, a JSON
-        header uint8 `[256]`, and with `double_quant` `weight.nested_absmax` and `weight.nested_quant_map`.
+        header uint8 `[256]`, and with `double_quant` `weight.nested_absmax` and `weight.nested_quant_map`. Raises
+        ValueError as `checked` does.
         """
         from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 

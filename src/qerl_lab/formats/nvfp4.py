@@ -58,7 +58,7 @@ class Nvfp4(CompressedTensors):
 
         Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column), `weight_scale` float8_e4m3fn `[N, K/16]`,
         `weight_global_scale` float32 `[1]`. `global_scale`, float32 `[1]` on the weight's device, is used if given;
-        otherwise it is computed from `weight`. Raises ValueError for an unknown `scale_rule`, and as `checked` does.
+        otherwise the method `global_scale` computes it from `weight`. Raises ValueError as that and `checked` do.
         """
         weight = checked(weight, self, name=name)
         divisor = self.global_scale([weight]) if global_scale is None else global_scale.clone()
@@ -73,15 +73,15 @@ class Nvfp4(CompressedTensors):
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
         """Return the function that packs each part of a fused layer with one global scale, computed from all `weights`.
 
-        The parts share this scale, because engines keep one per fused layer.
+        Engines keep one global scale per fused layer.
         """
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
     def global_scale(self, weights: Sequence[Tensor]) -> Tensor:
         """Compute one global scale, a divisor float32 `[1]`, for all `weights` together.
 
-        It is 448 * 6 (`four_over_six`: 256 * 6) / their largest magnitude, or 1 if that overflows. The quotient is
-        computed in bfloat16 if all `weights` are bfloat16, otherwise in float32. Raises ValueError for an unknown
+        The result is 448 * 6 (`four_over_six`: 256 * 6) / largest magnitude, or 1 if that overflows, computed in
+        bfloat16 if all `weights` are bfloat16, otherwise in float32. Raises ValueError for an unknown
         `scale_rule`.
         """
         if self.scale_rule not in SCALE_RULES:
