@@ -49,9 +49,9 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
 
 
 def term_sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """Sum what `mismatch` needs over the completion tokens of a micro-batch: a float64 tensor [10].
+    """Return the sums over the completion tokens of a micro-batch from which `mismatch` computes metrics: float64 [10].
 
-    It has nine sums, in the order that `mismatch` reads them, and as last entry the largest absolute log-ratio.
+    Entries 0 to 8 are sums, in the order that `mismatch` reads them; the last is the largest absolute log-ratio.
 
     Args:
         weights: result of the function `weights`. Weights per completion are counted once per completion.

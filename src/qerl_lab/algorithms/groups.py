@@ -12,7 +12,7 @@ SAME = 1e-9  # relative difference up to which rewards count as equal, because s
 
 
 def is_flat(reward_P_G: Rewards) -> NDArray[np.bool_]:
-    """Return, for each group [P], whether all its completions earned the same reward: the group is flat.
+    """Return which groups, [P], are flat: all completions of the group earned the same reward, up to rounding.
 
     The advantages of a flat group are 0, and dynamic sampling replaces it. DAPO (arXiv 2503.14476, Eq. 11) compares
     right and wrong answers only; here every part of the task's reward counts, format too.
@@ -33,10 +33,10 @@ def advantage(reward_P_G: Rewards, normalize_std: bool) -> Rewards:
 
 
 def overlong_penalty(lengths: ArrayLike, max_tokens: int, buffer_tokens: int) -> Rewards:
-    """Compute the penalty for long completions, in [-1, 0] and shaped like `lengths`, which counts their tokens.
+    """Compute the penalty for long completions, in [-1, 0], shaped like `lengths`, their numbers of tokens.
 
-    It is 0 up to max_tokens - buffer_tokens, then falls linearly to -1 at max_tokens: the soft overlong punishment of
-    DAPO (arXiv 2503.14476, Eq. 13).
+    The penalty is 0 up to max_tokens - buffer_tokens, then falls linearly to -1 at max_tokens: the soft overlong
+    punishment of DAPO (arXiv 2503.14476, Eq. 13).
     """
     allowed = max_tokens - buffer_tokens
     return np.clip((allowed - np.asarray(lengths, np.float64)) / buffer_tokens, -1.0, 0.0)

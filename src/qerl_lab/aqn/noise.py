@@ -26,9 +26,8 @@ class Noise:
     def onto_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the norms with noise: clean + sigma * Z as new float32 tensors, with Z ~ N(0, 1).
 
-        Z is drawn from (seed, step, layer). With `relative` it is clean + sigma * rms(clean) * Z, with the root mean
-        square over the weights of each norm. `clean` has the float32 norm weights by full layer name, all on one
-        device.
+        Z is drawn from (seed, step, layer). With `relative` sigma is multiplied by the root mean square of each norm's
+        weights. `clean` has the float32 norm weights by full layer name, all on one device.
         """
         if self.sigma == 0 or not clean:
             return {name: weight.clone() for name, weight in clean.items()}
@@ -54,8 +53,8 @@ CLEAN = Noise(sigma=0.0, seed=0, step=0)
 def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
     """Return the root mean square of each norm's weights, repeated for each entry of the norm.
 
-    The result is one float32 tensor, with the norms concatenated in the order of `clean`. Sums in float64, so that the
-    order in which a device sums does not show in float32.
+    The result is one float32 vector, with the norms concatenated in the order of `clean`. Sums in float64, so that the
+    float32 result does not depend on the order in which a device sums.
     """
     rms = torch.stack([weight.double().square().mean().sqrt() for weight in clean.values()]).float()
     counts = torch.tensor([weight.numel() for weight in clean.values()], device=rms.device)
