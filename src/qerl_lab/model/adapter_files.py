@@ -18,7 +18,7 @@ PLAIN = {
 def check(cfg: RunConfig) -> None:
     """Raise ConfigError unless the adapter lora.start_from is plain LoRA with rank, alpha and targets of cfg.lora.
 
-    Also if its weights differ from lora.start_hash, which was noted when the run was composed.
+    Its weights must have the hash lora.start_hash, set when the run was composed; None accepts any weights.
     """
     assert cfg.lora.start_from is not None
     lora, setting = cfg.lora, f"lora.start_from={cfg.lora.start_from}"
@@ -39,7 +39,7 @@ def check(cfg: RunConfig) -> None:
                 "Type another adapter. PEFT converts one that changed its base by "
                 "save_pretrained(DIR, path_initial_model_for_weight_conversion=ADAPTER_BEFORE_TRAINING)."
             )
-    compared = (  # key, value of the adapter, and of the run; with alpha=null it is the rank
+    compared = (  # key, value of the adapter, value of the run; alpha=null means the rank
         ("rank", settings["r"], lora.rank),
         ("alpha", float(settings["lora_alpha"]), lora.alpha or float(settings["r"])),
         ("target_modules", spell_list(sorted(settings["target_modules"])), spell_list(sorted(lora.target_modules))),

@@ -12,7 +12,7 @@ from qerl_lab.config.option import ConfigError
 
 # How a tokenizer was loaded. transformers (5.17) saves this as if it were a property of the tokenizer.
 LOADING_OPTIONS = ("is_local", "local_files_only")
-LEFT_OUT = {"system": "the instruction", "user": "the question"}  # role -> what the model never reads without it
+LEFT_OUT = {"system": "the instruction", "user": "the question"}  # role -> content, as messages name it
 
 
 class Chat:
@@ -30,7 +30,7 @@ class Chat:
 
     @property
     def notes(self) -> list[str]:
-        """Return lines to print for the user: [] unless the template writes a date. Call `prompt_ids` before."""
+        """Return lines to print for the user: a note if the template has written a date into a prompt, else []."""
         return [f"the chat template writes a date into each prompt, here always {self.day}"] if self.writes_date else []
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
@@ -50,8 +50,8 @@ class Chat:
             raise ConfigError(f"{template} refuses the questions ({kind}{in_one_line(error)}). {remedy}") from error
         for message in reversed(messages):  # the question first, because no instruction mends a template without it
             if message["content"].strip() not in text:
-                said = f"{template} leaves out {LEFT_OUT[message['role']]}, so that the model would never read it."
-                raise ConfigError(f"{said} {remedy if message['role'] == 'system' else f'Type {another}'}")
+                problem = f"{template} leaves out {LEFT_OUT[message['role']]}, so that the model would never read it."
+                raise ConfigError(f"{problem} {remedy if message['role'] == 'system' else f'Type {another}'}")
         return ids
 
     def _apply_template(self, messages: list[dict[str, str]], **output: bool) -> Any:

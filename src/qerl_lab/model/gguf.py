@@ -38,7 +38,7 @@ SPECIAL = {
 
 
 class Header(NamedTuple):
-    """What a GGUF header says about weights and tokenizer."""
+    """Counts of the weights in a GGUF file, and the metadata in its header."""
 
     parameters: int
     tensor_counts: dict[str, int]  # by quantization type, such as Q4_K; the most frequent type first
@@ -67,16 +67,16 @@ def unpacked_folder(file: Path) -> Path:
 
     A moved or changed file gets another directory, because the name has a hash of path, size and modification time.
     """
-    status, place = file.stat(), file.resolve()
-    key = f"{LAYOUT} {place} {status.st_size} {status.st_mtime_ns}"
+    status, resolved = file.stat(), file.resolve()
+    key = f"{LAYOUT} {resolved} {status.st_size} {status.st_mtime_ns}"
     return cache_folder() / f"{file.name.removesuffix(SUFFIX)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def header(file: Path) -> Header:
     """Read a GGUF file's header. Raises ConfigError if the file is damaged, or if it scales the rotary positions.
 
-    transformers (5.17) leaves that scaling out, so that the model would compute otherwise at every position.
-    Reading takes 6 s for a vocabulary of 150,000 tokens.
+    transformers (5.17) leaves that scaling out, and would compute another model. Reading takes 6 s for a vocabulary of
+    150,000 tokens.
     """
     from gguf import GGUFReader
 
@@ -97,7 +97,7 @@ def header(file: Path) -> Header:
 
 
 def unpack(file: Path) -> Path:
-    """Return the cache directory of an unpacked GGUF file; unpack it first if it is not there.
+    """Return the cache directory of an unpacked GGUF file; unpack the file first if the cache lacks it.
 
     Raises ConfigError if the file is damaged or transformers cannot read it.
     """
@@ -128,7 +128,10 @@ def unpack(file: Path) -> Path:
 
 
 def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
-    """Dequantize a GGUF file and write model, tokenizer and `gguf.json` to the existing directory `folder`."""
+    """Dequantize a GGUF file and write model, tokenizer and `gguf.json` to the existing directory `folder`.
+
+    Raises ValueError if transformers would leave out weights of the file.
+    """
     import torch
     from tokenizers import AddedToken, decoders
     from transformers import AutoTokenizer, GgufConfig

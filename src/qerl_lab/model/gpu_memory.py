@@ -16,7 +16,7 @@ def part_bytes(device: torch.device, jobs: int) -> int:
 
 
 def limit_to_part(device: torch.device, jobs: int) -> None:
-    """If `jobs` jobs share the GPU `device`, limit torch to one job's part of it (`part_bytes`).
+    """Limit torch to `part_bytes` of the GPU `device` if `jobs` jobs share it; do nothing for one job or on a CPU.
 
     Without a limit torch keeps the memory that it freed, until the other jobs find none. At the limit it reuses that
     memory first, and raises OutOfMemoryError only for a job that needs more than its part.
@@ -28,7 +28,7 @@ def limit_to_part(device: torch.device, jobs: int) -> None:
 
 
 def is_shared(device: torch.device) -> bool:
-    """Tell whether other processes hold memory of `device`, if it is a GPU; False on a CPU."""
+    """Tell whether other processes hold memory of the GPU `device`, over 1 GiB outside of torch; False on a CPU."""
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)
@@ -38,8 +38,8 @@ def is_shared(device: torch.device) -> bool:
 def free_bytes(device: torch.device, jobs: int) -> int:
     """Return the memory of `device` in bytes that is free for this job.
 
-    If `jobs` jobs share the GPU, it is at most what is left of one job's part (`part_bytes`). On a GPU torch first
-    gives its unused cached memory back.
+    If `jobs` jobs share a GPU, the result is at most what is left of one job's part (`part_bytes`). On a GPU torch
+    first gives its unused cached memory back.
     """
     if device.type != "cuda":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -63,10 +63,7 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
-        """Return the first packed tensor, not a dense weight. PEFT reads the layer's device from it.
-
-        PEFT takes the dtype from `compute_dtype`.
-        """
+        """Return the first packed tensor, not a dense weight. PEFT reads the layer's device from it."""
         return next(iter(self.held().values()))
 
     def packed(self) -> dict[str, Tensor]:
@@ -115,9 +112,9 @@ class PackedLinear(nn.Linear):
         return output if dtype else output.to(input.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Override torch's hook behind `to` and `cuda`: move all tensors, but change only the bias' dtype.
+        """Override torch's hook behind `to` and `cuda`: move all tensors, and convert only the bias to a new dtype.
 
-        A new dtype also becomes `compute_dtype`; the packed tensors keep their dtypes.
+        The new dtype also becomes `compute_dtype`.
         """
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = probe.dtype
@@ -189,7 +186,7 @@ def packable(model: nn.Module, ignore: Sequence[str]) -> list[str]:
 def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Sequence[str]) -> str | None:
     """Return the name of the output layer if `weight_format` and `ignore` would pack it, else None.
 
-    Callers refuse such a model, because the loss reads the dense weight of the output layer.
+    Training needs a dense output layer, because the loss reads its weight.
     """
     head = model.get_output_embeddings()
     names = packable(model, ignore) if weight_format.BLOCK is not None else []

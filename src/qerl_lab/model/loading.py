@@ -76,7 +76,7 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str, **options: Any)
     """Load the dense causal LM in `folder` with transformers' own loader, in `dtype`; "auto" is the stored dtype.
 
     `options` are further arguments of `from_pretrained`. Raises ValueError if the files lack a weight of the model,
-    which transformers would fill with random numbers, if they have a weight that it would leave out, or if a weight has
+    which transformers would fill with random numbers; if they have a weight that the model lacks; or if a weight has
     NaN or Inf.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -173,10 +173,9 @@ def _fill_packed(
 ) -> None:
     """Replace the Linears named in `group`, the parts of a fused layer, by `PackedLinear`s with weights of `source`.
 
-    The Linears are empty, on the meta device; their biases stay empty. Raises ValueError if a tensor is invalid, or if
-    the parts differ in a tensor scale that the format makes them share (SHARED): vLLM keeps the largest for all parts
-    and would sample from weights other than the trained ones. Rescaling the parts would round their block scales again
-    and so make another checkpoint.
+    The Linears are on the meta device; their biases stay there. Raises ValueError if a tensor is invalid, or if the
+    parts differ in a tensor scale that they must share (`Format.SHARED`): vLLM keeps the largest for all parts, and
+    would sample from weights other than the trained ones. Rescaling the parts would round their block scales again.
     """
     packed = {}
     for name in group:

@@ -25,7 +25,7 @@ class LoraLinear(Linear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Override PEFT's hook: compute the output of the base layer plus the adapter as one operation.
 
-        PEFT's own code computes it if the adapter drops out, is merged or off, or another one is active.
+        PEFT's code computes the output if the adapter uses dropout, is merged or disabled, or is not the active one.
         """
         drops_out = self.training and not isinstance(self.lora_dropout["default"], nn.Identity)
         is_other = self.merged or self.disable_adapters or self.active_adapters != ["default"]

@@ -29,7 +29,7 @@ _WEIGHT = re.compile(r"(.*)\.(weight_packed|weight)$")
 class Layer(NamedTuple):
     """A module with a weight: its full name, and the shape of its unpacked weight.
 
-    A norm's shape has one axis. NF4 stores no shape: there it is [N*K/2, 2].
+    A norm's shape has one axis. For NF4, which stores no shape, `shape` is [N*K/2, 2].
     """
 
     name: str
@@ -67,7 +67,7 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
 def check_content(cfg: RunConfig) -> None:
     """Raise ConfigError if the model at model.path is gone, or its hash is not cfg.model.hash.
 
-    That hash was set when the run was composed; if it is None, nothing is checked.
+    cfg.model.hash was set when the run was composed; None checks nothing.
     """
     if cfg.model.hash is None:
         return
@@ -106,9 +106,9 @@ def noted_format(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def require_same_format(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
-    """Raise ConfigError if cfg.format is not the format in which the model at model.path is packed.
+    """Raise ConfigError unless cfg.format is the format in which the model at model.path is packed.
 
-    `name` is the name of that format; `rules` has its options, such as scale_rule, by name.
+    `name` is the name of the model's format; `rules` has its options, such as scale_rule, by name.
     """
     packing = f"model.path={cfg.model.path} is packed in {name}"
     if name != cfg.format.name:
@@ -154,7 +154,7 @@ def check_files(folder: Path, setting: str) -> None:
 def list_weight_files(folder: Path) -> tuple[Path, ...]:
     """Return the weight files of `folder`: the files in its index, or without index model.safetensors, even if missing.
 
-    Raises ConfigError for an unreadable index. Also for model.safetensors beside an index of other files, because the
+    Raises ConfigError for an unreadable index, and for model.safetensors beside an index of other files, because the
     lab would read those files and transformers model.safetensors.
     """
     index = folder / INDEX

@@ -88,7 +88,7 @@ class Policy:
     def autocasting(self) -> AbstractContextManager[object]:
         """Return a context manager that autocasts float32 master weights to `dtype`; with an adapter it does nothing.
 
-        For forward passes outside of the Trainer, because the Trainer autocasts its own.
+        Not needed in the Trainer, which autocasts its forward passes.
         """
         return nullcontext() if self.dtype == self.model.dtype else torch.autocast(self.device.type, self.dtype)
 
@@ -130,7 +130,7 @@ class Policy:
             all_weights.save(self.model, folder)
 
     def load_trained(self, folder: Path) -> None:
-        """Load in place what `save_trained` wrote to `folder`. Raises ConfigError if an adapter cannot be read."""
+        """Load in place what `save_trained` wrote to `folder`. Raises ConfigError if an adapter cannot be used."""
         if isinstance(self.model, PeftModel):
             load_adapter(self.model, folder)
         else:
@@ -224,9 +224,9 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
 
 
 def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return `names` if each is the last name part of norms that feed a linear layer, else all such name parts.
+    """Return `names` if all of them name norms that feed a linear layer, else the names of all such norms in `model`.
 
-    The list is empty if there is none, as in OLMo 2, where no norm feeds a linear layer.
+    Names are last parts, e.g. `input_layernorm`. Returns [] if no norm feeds a linear layer, as in OLMo 2.
     """
     feeding = {name.rpartition(".")[2] for name in _norms_before_linears(model)}
     return list(names) if feeding.issuperset(names) else sorted(feeding)
@@ -258,9 +258,8 @@ def _norms_before_linears(model: PreTrainedModel) -> set[str]:
 def hold_in_float32(norm: nn.Module) -> nn.Parameter:
     """Convert the weight of `norm` to float32 in place and return it. The norm still returns the dtype of its input.
 
-    In bfloat16 a weight between 1 and 2 has steps of 0.0078, too coarse for a small sigma.
-    Unchanged weights give unchanged bits: the float32 product of two bfloat16 numbers is exact and so rounded once,
-    like the bfloat16 product.
+    In bfloat16 a weight between 1 and 2 has steps of 0.0078, too coarse for a small sigma. Without noise the output
+    keeps its bits: the float32 product of two bfloat16 numbers is exact and so rounded once, like the bfloat16 product.
     """
     weight = norm.get_parameter("weight")
     if weight.dtype != torch.float32:
@@ -308,8 +307,8 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
 def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, *, is_packed: bool) -> None:
     """Raise ConfigError if the output layer is or would be packed, or a packed model does not fit cfg.format.
 
-    `packed_as` says how the model is packed (`is_packed`) or will be. A packed model must have the format, rounding
-    rules and ignored layers of cfg.format.
+    `packed_as` describes the model as it is (`is_packed`) or as it will be packed. A packed model must have the format,
+    rounding rules and ignored layers of cfg.format.
     """
     name = packed_as.weight_format.NAME
     if head := packed_head(model, packed_as.weight_format, packed_as.ignore):
@@ -323,8 +322,8 @@ def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, 
         return
     rules = {key: value for key, value in asdict(packed_as.weight_format).items() if value is not None}
     require_same_format(cfg, name, rules)
-    here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, packed_as.ignore))
-    if differ := here ^ there:
+    of_run, of_model = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, packed_as.ignore))
+    if differ := of_run ^ of_model:
         remedy = shlex.quote(f"format.ignore={spell_list(packed_as.ignore)}")
         raise ConfigError(
             f"model.path={cfg.model.path} is packed in {name} with ignore={list(packed_as.ignore)}, and this run has "

@@ -15,9 +15,10 @@ FIT_ROUNDS = 4
 def of_layers(
     packed: Mapping[str, PackedLinear], dense: WeightFiles, *, fit_scales: bool = False
 ) -> dict[str, float | None]:
-    """Sum the squared errors of the packed layers of a model against the weights in the files `dense` (`of_layer`).
+    """Compute the squared error of a model's packed layers together against the weights in the files `dense`.
 
-    Returns `relative`, |stored - weight|^2 / |weight|^2, and `sqnr_db`, its inverse in decibels.
+    Returns `relative`, |stored - weight|^2 / |weight|^2, and `sqnr_db`, its inverse in decibels. `of_layer` explains
+    `fit_scales`.
     """
     signal = error = 0.0
     for name, layer in packed.items():
@@ -29,10 +30,10 @@ def of_layers(
 
 
 def of_layer(weight: Tensor, stored: Tensor, *, fit_scales: bool) -> tuple[float, float]:
-    """Sum the squares of `weight[N, K]`, and those of its rounding error `stored - weight`, in float64.
+    """Return the sums of squares of `weight[N, K]` and of its rounding error `stored - weight`, in float64.
 
-    `stored[N, K]` is the packed weight, dequantized. `fit_scales` first scales its rows and columns to fit `weight`,
-    because AWQ moves scales from one layer into another.
+    `stored[N, K]` is the packed weight, dequantized. `fit_scales` first scales the rows and columns of `stored` to fit
+    `weight`, because AWQ moves scales from one layer into another.
     """
     if fit_scales:
         stored = remove_scales(weight, stored)

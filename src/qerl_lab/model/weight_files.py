@@ -29,7 +29,7 @@ DTYPES = {
 
 
 class Stored(NamedTuple):
-    """Where a tensor is stored, and its shape and dtype, from the header of the file."""
+    """File, shape and dtype of a stored tensor, from the header of the file."""
 
     file: Path
     shape: tuple[int, ...]
