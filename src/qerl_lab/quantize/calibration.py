@@ -22,23 +22,23 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
     """Return token ids `[samples, tokens]`, int64, to calibrate on: consecutive texts without padding.
 
     Each text ends with an end token, or as the chat template ends a conversation. `dataset` is a .txt file (one text),
-    a .jsonl file or a hub id (split train); `seed` shuffles its rows. A row is its `text`, or a conversation rendered
-    by the model's chat template: `messages` (role, content), `conversations` (from, value), or GSM8K's `question` and
-    `answer`. Raises ConfigError for an unreadable dataset, a row without such columns or that the chat template
-    refuses, and a dataset of fewer tokens than `samples` * `tokens`.
+    a .jsonl file or a hub id (split train); `seed` shuffles its rows. A row has a column `text`, or a conversation that
+    the model's chat template renders: `messages` (role, content), `conversations` (from, value), or GSM8K's `question`
+    and `answer`. Raises ConfigError for an unreadable dataset, for a row without such columns, for a conversation that
+    the template refuses, and for a dataset of fewer tokens than `samples` * `tokens`.
     """
     needed, ids = samples * tokens, list[int]()
     for row in _rows(dataset, seed):
-        said = f"dataset={dataset}: the row {str(row)[:60]}"  # by its text: the rows are shuffled
+        row_text = f"dataset={dataset}: the row {str(row)[:60]}"  # no number: the rows are shuffled
         try:
             text = _text_of(row, tokenizer) if isinstance(row, Mapping) else None
         except (KeyError, TypeError, ValueError, TemplateError) as error:
             raise ConfigError(
-                f"{said} is no conversation that the model's chat template takes "
+                f"{row_text} is no conversation that the model's chat template takes "
                 f"({type(error).__name__}: {first_line(error)}); allowed: {FIELDS}. Leave such rows out."
             ) from error
         if text is None:
-            raise ConfigError(f"{said} has no text; allowed: {FIELDS}. Leave such rows out.")
+            raise ConfigError(f"{row_text} has no text; allowed: {FIELDS}. Leave such rows out.")
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) >= needed:
             return torch.tensor(ids[:needed]).view(samples, tokens)
@@ -86,7 +86,8 @@ def _rows(dataset: str, seed: int) -> Iterator[Any]:
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the text of a row of a dataset, as `sequences` describes; None if the row has no known column.
 
-    It ends with the end token, or as the chat template ends a conversation.
+    The text ends with the end token, or as the chat template ends a conversation. Raises KeyError, TypeError,
+    ValueError or TemplateError for a conversation that cannot be rendered.
     """
     end = tokenizer.eos_token or ""
     if isinstance(row.get("text"), str):

@@ -89,9 +89,9 @@ def measure_layer(
 
 
 def sqnr_summary(layers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
-    """Summarize the signal-to-quantization-noise ratio, in dB: all weights, each layer, the five lowest layers.
+    """Return the signal-to-quantization-noise ratio, in dB, of all weights, of each layer, and of the lowest layers.
 
-    None stands for infinite. `layers` has the result of `measure_layer` by layer name.
+    None stands for infinite, or undefined for zeros. `layers` has the result of `measure_layer` by layer name.
     """
     levels = {name: weight_error.decibels(signal, error) for name, (signal, error) in layers.items()}
     ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)

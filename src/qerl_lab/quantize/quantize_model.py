@@ -37,7 +37,7 @@ NOT_IDENTITY = ("model", "revision", "out", "overwrite", "device")  # options th
 
 
 class Source(NamedTuple):
-    """The dense model: its folder, tensors, the Linears to pack and those left dense; config.json of the packed one."""
+    """A dense model: folder, weights, names of Linears to pack and to leave dense; config.json of the checkpoint."""
 
     folder: Path
     weights: WeightFiles
@@ -186,7 +186,7 @@ def _as_transformers_reads(ignore: list[str], packed: list[str], dense: list[str
 
     Args:
         packed: names of the Linears that are packed.
-        dense: names of those that `ignore` leaves dense.
+        dense: names of the Linears that are left dense.
     """
 
     def left_dense(skipped: list[str]) -> list[str]:  # with `skipped` as llm_int8_skip_modules

@@ -65,8 +65,8 @@ def output_tensors(
 ) -> dict[str, Tensor]:
     """Read the tensors `names` of `source`; return the tensors to write, by name.
 
-    They are packed in `weight_format`, as the parts of one fused layer; with None the only tensor is returned as it is.
-    Raises ValueError, naming file and tensor, for values that the format cannot store, or NaN or Inf in a copy.
+    The tensors, parts of one fused layer, are packed in `weight_format`; None copies the only tensor unchanged. Raises
+    ValueError, naming file and tensor, for values that the format cannot store, or NaN or Inf in a copy.
     """
     if weight_format is None:
         (name,) = names
