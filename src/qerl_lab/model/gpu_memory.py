@@ -28,7 +28,7 @@ def limit_to_part(device: torch.device, jobs: int) -> None:
 
 
 def is_shared(device: torch.device) -> bool:
-    """Tell whether other processes hold memory of the GPU `device`, over 1 GiB outside of torch; False on a CPU."""
+    """Tell whether other processes seem to use the GPU `device`: over 1 GiB is taken outside of torch. CPU: False."""
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)

@@ -43,7 +43,7 @@ class PackedLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         self.out_features, self.in_features = linear.out_features, linear.in_features
         self.weight_format = weight_format
-        self.compute_dtype = linear.weight.dtype
+        self.compute_dtype = linear.weight.dtype  # PEFT reads the dtype from this attribute
         self.dense_cache = False
         bias = linear.bias
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))

@@ -175,7 +175,7 @@ def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
     """Read `file` of a model directory, which must hold a JSON object.
 
     Raises ConfigError if the file is missing, unreadable, or holds anything else. `setting` (`key=value`) is how the
-    user named the model.
+    user named the model; None names the directory instead.
     """
     try:
         content = parse_json(file.read_text(encoding="utf-8"))

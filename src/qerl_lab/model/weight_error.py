@@ -17,8 +17,8 @@ def of_layers(
 ) -> dict[str, float | None]:
     """Compute the squared error of a model's packed layers together against the weights in the files `dense`.
 
-    Returns `relative`, |stored - weight|^2 / |weight|^2, and `sqnr_db`, its inverse in decibels. `of_layer` explains
-    `fit_scales`.
+    Returns `relative`, |stored - weight|^2 / |weight|^2, and `sqnr_db`, its inverse in decibels (None as in
+    `decibels`). `of_layer` explains `fit_scales`.
     """
     signal = error = 0.0
     for name, layer in packed.items():

@@ -111,8 +111,8 @@ class WeightFiles(Weights):
 def local_folder(path: str, revision: str | None, *, key: str = "model.path") -> Path:
     """Return the local directory of the model `path`; if needed, unpack a GGUF file or download `revision` of a hub id.
 
-    Raises ConfigError, naming the config key `key` that holds `path`, if there is no such model, the hub cannot be
-    reached, or the GGUF file cannot be unpacked.
+    A revision of None is the newest. Raises ConfigError, naming the config key `key` that holds `path`, if there is no
+    such model, the hub cannot be reached, or the GGUF file cannot be unpacked.
     """
     if (folder := on_disk.local_path(path, key)) is not None:
         return folder

@@ -112,7 +112,7 @@ def worked_question(rng: random.Random, problem: Problem) -> Question:
 def _distinct(cfg: TaskConfig, of_heldout: bool) -> list[Problem]:
     """Draw distinct problems with a fixed seed: 1024 held-out ones if `of_heldout`, else `cfg.train_questions` others.
 
-    Returns fewer if new problems become rare. For the others 0 means 4096.
+    `cfg.train_questions`=0 means 4096. Returns fewer if new problems become rare.
     """
     count = HELDOUT_QUESTIONS if of_heldout else cfg.train_questions or TRAIN_QUESTIONS
     rng, found, since_new = random.Random(2510_11696), dict[Problem, None](), 0

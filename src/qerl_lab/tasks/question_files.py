@@ -207,7 +207,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     """Parse a line as a JSON object. Raises BadRow if it is none."""
     try:
         row = parse_json(line)
-    except json.JSONDecodeError as error:  # str(error) also counts lines, always 1 here
+    except json.JSONDecodeError as error:  # str(error) would count lines within this one
         raise BadRow(f"is not JSON ({error.msg}: character {error.pos + 1})") from None
     except ValueError as error:
         raise BadRow(f"is not JSON ({error})") from None
