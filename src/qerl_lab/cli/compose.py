@@ -166,7 +166,7 @@ def _refuse_equal_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> Job:
-    """Build job `number` from `cfg`, which Hydra composed with `overrides`, and check it. Its `run_dir` is not set yet.
+    """Build job `number` from `cfg`, which Hydra composed with `overrides`, and check it. Leaves `run_dir` empty.
 
     Raises ConfigError if the job cannot run with these overrides.
     """
@@ -207,7 +207,7 @@ def _refuse_mislabelled_experiment(
 def _experiment_keys() -> frozenset[str]:
     """Return all keys that files of conf/experiment/ list in `differs_in`, i.e. keys that tell experiments apart.
 
-    Keys with a number are left out, because numbers are fitted to a model.
+    Keys of a numeric type are left out, because their values are fitted to a model.
     """
     files = group_folder("experiment").glob("*.yaml")
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}

@@ -140,8 +140,8 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
 def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
     """Map each key without effect in this configuration to the row (`ConditionalKeys`) that says when it has one.
 
-    With task.module, keys of task.* are left out, because the module may read them. But task.path and task.columns.*,
-    which say where questions come from, stay if one of them is set and the module makes no questions.
+    If task.module is set, keys of task.* are left out, because the module may read them. Exception: task.path and
+    task.columns.* stay if one of them is set and the module makes no questions.
     """
     values, inert = values_of(cfg), dict[str, ConditionalKeys]()
     for row in CONDITIONAL_KEYS:

@@ -25,9 +25,9 @@ def continue_sweep(plan: Plan) -> Plan:
 
     Looks in hydra.sweep.dir if the user typed it, else among the sweeps beside `plan.directory`, the last begun first.
     Jobs are the same if directory name, arm, seed, gpus and question files agree. A sweep beside `plan.directory` must
-    also have been made by the code of now, or a changed program would show old numbers. Returns the plan unchanged for
-    a single run, and if it finds no such sweep. Then a note names the last sweep that has these jobs by other code, or
-    that lacks some of the jobs and has no other run, because a run that was deleted would make all others start again.
+    also have all the jobs and the current code hash, because other code may give other numbers. Returns a single run
+    unchanged. If no sweep matches, the plan keeps its directories, and its jobs get a note if an earlier sweep ran all
+    of them with other code, or some of them and no other job.
 
     Raises ConfigError if, in a typed hydra.sweep.dir, the directory of a job holds a run that differs from the job.
     """
@@ -62,16 +62,16 @@ def continue_sweep(plan: Plan) -> Plan:
 
 
 def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
-    """Return the plan's jobs with run directories below `directory` instead of the plan's own. Touches no files."""
+    """Return the plan's jobs with run directories below `directory` instead of `plan.directory`. Touches no files."""
     return [replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory)) for job in plan.jobs]
 
 
 def _has_same_run(job: Job) -> bool:
     """Tell whether the run in the job's directory is of the same arm, seed, gpus and questions.
 
-    Questions are compared by the hashes of their files, so files that were moved are the same. At the same path they
-    also count as the same if the run recorded no hashes, or if the files are gone now, because the run reports missing
-    files when it resumes. Returns False for a run with a damaged record, which could not be resumed.
+    Questions are the same if the hashes of their files agree, even if the files were moved. Without hashes to compare,
+    because none were recorded or the files are gone, they are the same if task.path is. Returns False for a run with a
+    damaged record, which could not be resumed.
     """
     run, wanted = RunDirectory(job.run_dir), as_recorded(job.config)
     try:

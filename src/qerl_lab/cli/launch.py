@@ -58,7 +58,7 @@ _children: list[subprocess.Popen[bytes]] = []  # the processes of all runs that 
 
 @dataclass
 class StopRequest:
-    """What a run or sweep is asked to do: by signals to this process, or by the stop file of its sweep.
+    """State of the requests to stop or abort a run or sweep: signals to this process, and the sweep's stop file.
 
     The first signal asks to stop, another SIGINT or SIGTERM to abort. One stop may come as several signals, which must
     not abort (SAME_STOP_SECONDS). A closed terminal sends SIGHUP, and its shell sends it again. `srun`, process
@@ -76,7 +76,7 @@ class StopRequest:
     is_aborted: bool = False
 
     def receive(self, number: int, frame: FrameType | None = None) -> bool:
-        """Handle a signal: say on standard error what it does. Return whether it asks to abort."""
+        """Record a signal; print its effect to standard error unless it repeats the first. Return whether to abort."""
         now = time.monotonic()
         if self.began is None:
             self.began = now
@@ -131,7 +131,10 @@ class SweepJob:
             return failure_message(run)
 
     def checkpoint(self) -> Any:
-        """Stop the run so that it saves; return this job, to be queued again. submitit calls it near the time limit."""
+        """Stop the run, wait at most SAVE_SECONDS until it has saved, and return submitit's order to queue it again.
+
+        submitit calls this near the time limit.
+        """
         from submitit.helpers import DelayedSubmission
 
         deadline = time.monotonic() + SAVE_SECONDS
@@ -199,18 +202,15 @@ def _run_processes(
 ) -> tuple[int, int]:
     """Run one process per environment, in order of rank. Return exit status and rank of the first process that failed.
 
-    If none failed, the rank is 0. A negative status is a signal number. Each process inherits `lock`, the lock of the
-    run's directory.
-
-    A signal to this process or the stop file of `sweep_job` (`StopRequest`) ends them, as `_wait_for_all` says. A
-    terminal sends SIGINT and SIGHUP to them too; repeats have no effect there, because only this process counts
-    signals.
+    If none failed, the rank is 0. A negative status is a signal number, -SIGINT after an abort. Each process inherits
+    `lock`, the lock of the run's directory. Signals to this process and the stop file of `sweep_job` stop the processes
+    (see `_wait_for_all`). A terminal sends SIGINT and SIGHUP to the processes too, which ignore repeated signals.
     """
     children: list[subprocess.Popen[bytes]] = []
     request = StopRequest(sweep_job.stop_file if sweep_job else None)
     with handle_stop_signals(request.receive), run.console.open("ab") if sweep_job else nullcontext() as console:
         with _stop_signals_blocked():
-            for environment in environments:  # each child inherits the lock of the run's directory
+            for environment in environments:
                 child = subprocess.Popen(
                     child_command(run.path), env=environment, pass_fds=[lock.fileno()], stdout=console, stderr=console
                 )
@@ -238,8 +238,8 @@ def _stop_signals_blocked() -> Iterator[None]:
 def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest) -> int | None:
     """Wait until all processes have ended. Return the rank of the first that failed; None if none failed.
 
-    Sends SIGTERM to each process once if `request` asks to stop, so that it finishes its step and saves. Kills them if
-    it asks to abort, and GRACE_SECONDS after a failure, because ranks that wait for a failed one never end.
+    If `request` asks to stop, sends SIGTERM to each process once: the process finishes its step and saves. Kills all if
+    `request` asks to abort, and GRACE_SECONDS after a failure, because ranks that wait for a failed one never end.
     """
     first_failed, kill_time, is_told = None, math.inf, False
     while running := [child for child in children if child.poll() is None]:
@@ -254,7 +254,7 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest)
             is_told = True
         with suppress(subprocess.TimeoutExpired):
             running[0].wait(LOOK_SECONDS)
-    # None yet: of those that ended since the loop looked last.
+    # A process may have failed after the loop's last check.
     return _first_failed(children) if first_failed is None else first_failed
 
 

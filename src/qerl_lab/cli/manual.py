@@ -138,7 +138,7 @@ def _format_notes(jobs: list[Job]) -> list[str]:
 def sweep_table(plan: Plan) -> str:
     """Format the table at a sweep's end: each job's status with headline numbers, or the reason of its failure.
 
-    A line `next:` names the command that reports the sweep.
+    Lines below the table name the commands that report the sweep and that continue unfinished jobs.
     """
     runs = [RunDirectory(job.run_dir) for job in plan.jobs]
     statuses = [run.status for run in runs]

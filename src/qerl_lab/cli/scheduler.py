@@ -121,7 +121,7 @@ class GpuPool:
 
     @contextmanager
     def take(self, count: int) -> Iterator[list[str]]:
-        """Context manager: wait until `count` GPUs have room, and hold them.
+        """Context manager: wait until `count` GPUs can each take one more job, and hold them.
 
         Yields the names of the GPUs for CUDA_VISIBLE_DEVICES.
         """
@@ -158,9 +158,9 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 def run_locally(sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
     """Context manager: start the jobs of a sweep on this machine; yield a future for each, in order.
 
-    The key `jobs` says how many run at once. A future returns "" if its job ended well, else a message that says why it
-    was refused or failed. If several jobs run at once, each waits until `gpus` GPUs have room and sees only those,
-    unless it runs on the CPU. Leaving the context waits for all jobs.
+    The key `jobs` says how many run at once. A future returns a message if its job was refused or failed, else "". If
+    several jobs run at once, each GPU job waits for `gpus` GPUs of the pool and sees only these. Leaving the context
+    waits for all jobs.
     """
     gpu_pool = gpu_pool_of([sweep_job.config for sweep_job in sweep_jobs])
 

@@ -141,9 +141,8 @@ class CheckJobs(Callback):
 def run(cfg: DictConfig) -> int:
     """Start the run that Hydra composed as `cfg`, and wait for its end. Hydra calls this.
 
-    For a single run it checks the run, creates its directory, and exits this process with the run's exit code. For a
-    job of a sweep, which `CheckJobs` has checked, it returns the job's exit code. Hydra calls it for jobs only with
-    launchers other than hydra/launcher=lab, which starts jobs by itself.
+    A single run is checked, gets its directory, and ends this process with its exit code. A job of a sweep was checked
+    by `CheckJobs`, and its exit code is returned. hydra/launcher=lab starts such jobs without this function.
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode != RunMode.MULTIRUN:
