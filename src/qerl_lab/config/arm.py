@@ -89,7 +89,7 @@ def as_recorded(cfg: Any) -> dict[str, str]:
 
 
 def is_of_arm(name: str) -> bool:
-    """Tell whether a dotted key defines an arm. checkpoint.every does so only with overlap, see `keys_of_arm`.
+    """Tell whether a dotted key defines an arm in every run. `keys_of_arm` adds checkpoint.every for some runs.
 
     True for model.path and also for model.hash; `model_by_content` drops one of the two.
     """
@@ -99,7 +99,7 @@ def is_of_arm(name: str) -> bool:
 def keys_of_arm(values: Mapping[str, Any]) -> set[str]:
     """Return the dotted keys that define a run's arm. `values` maps the keys of the run to values, or to their text.
 
-    With overlap checkpoint.every is one of them, because the step after a checkpoint is not sampled ahead.
+    With rollout.vllm_server.overlap they include checkpoint.every: the step after a checkpoint is not sampled ahead.
     """
     engine, overlap = values.get("rollout.engine"), values.get("rollout.vllm_server.overlap")
     also = {"checkpoint.every"} if engine == "vllm_server" and str(overlap) == "True" else set[str]()
@@ -107,10 +107,7 @@ def keys_of_arm(values: Mapping[str, Any]) -> set[str]:
 
 
 def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select from a run's settings (value by dotted key) those that define its arm.
-
-    Values may be text, as in records.
-    """
+    """Return the settings that define a run's arm. `values` maps the keys of the run to values, or to their text."""
     used = drop_idle_options(values)
     keys = keys_of_arm(used)
     return model_by_content({name: value for name, value in used.items() if name in keys})
@@ -119,8 +116,8 @@ def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
 def drop_idle_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings (value by dotted key) without the options of rollout engines that the run does not use.
 
-    Also drops format.activations=auto: only FP8 uses this key, and it would differ from the other formats in it.
-    Options of other formats stay, because the hashes of older runs include them.
+    Also drops format.activations unless it is fp8, because it then changes nothing. Options of formats that the run
+    does not use stay, because the hashes of older runs include them.
     """
     idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]
     idle += [] if values.get("format.activations") == "fp8" else ["format.activations"]

@@ -74,8 +74,8 @@ def field_of_key(name: str) -> Field[Any]:
 def unknown_key_error(name: str) -> ConfigError:
     """Return the error for a dotted name that is no key. The message says what to type, or lists the allowed keys.
 
-    These are the keys beside it in its section or, if there is no such section, the names at the top. Lists only keys
-    that a user may type.
+    Lists the keys of the section that `name` is in or, if no such section exists, the top-level names. Leaves out keys
+    in `NOT_PROPOSED`.
     """
     known = [key for key in TYPES if key not in NOT_PROPOSED]
     if inside := [key for key in known if key.startswith(name + ".")]:
@@ -186,7 +186,7 @@ def parse_condition(text: str) -> tuple[str, list[str], bool]:
 
 
 def settings_of(condition: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Map each key that a condition (see `is_met`) is on to its value as it is typed."""
+    """Map each key in a condition (see `is_met`) to its value in `values`, spelled as in an override."""
     keys = [parse_condition(part)[0] for part in re.split(" and | or ", condition)]
     return {key: spell_value(values[key]) for key in keys}
 

@@ -7,7 +7,7 @@ from typing import Any
 from qerl_lab.config.option import ConfigError, parse_json
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-# Files hashed beside the weights. The lab's own records are left out: they hold times and places.
+# Files hashed beside the weights. The lab's records are left out: they hold times and paths.
 BESIDE = (
     "config.json", "generation_config.json", *TOKENIZERS, "merges.txt", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
@@ -45,7 +45,7 @@ def model_hash(path: Path) -> str | None:
 
 
 def _hash_file(file: Path) -> str:
-    """Return as hex digits the SHA-256 of a file's size, and of all of it or, if it is large, of samples."""
+    """Return the SHA-256 of a file's size and content as hex digits. Of a large weight file it reads only samples."""
     size = file.stat().st_size
     if size <= MAX_WHOLE_FILE or file.suffix not in (".safetensors", ".gguf"):
         parts = [(0, size)]

@@ -48,8 +48,8 @@ def option(
 ) -> Any:
     """Declare a key of the schema: a dataclass field with default, meaning, bounds and unit.
 
-    `only` is for a key that has an effect under a single option of its group, and names that option: nvfp4 for a key of
-    the section `format`.
+    `only` names the one option of the group with which the key has an effect, e.g. nvfp4 for a key of `format`; None:
+    with every option.
     """
     metadata = {
         "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,

@@ -158,7 +158,7 @@ def validate(cfg: RunConfig) -> None:
 def check_engine(cfg: RunConfig) -> None:
     """Raise ConfigError if a setting of `cfg` excludes its rollout engine.
 
-    For an evaluation, which may replace the engine of a run. So an error names the first remedy alone, an engine.
+    For an evaluation, which can replace only the engine of a run: the error names only the first remedy, an engine.
     """
     rows = [needs for needs in NEEDS if needs.allowed.startswith("rollout.engine")]
     _check_needs(cfg, [needs._replace(remedy=needs.remedy.partition(",")[0]) for needs in rows])
@@ -195,7 +195,7 @@ def remedy_in_arm(cfg: RunConfig, remedy: str) -> str:
 
 def _check_addresses(cfg: RunConfig) -> None:
     """Raise ConfigError if a URL or path contains a user, password or token."""
-    # Not NAME=VALUE: a printed error hides the value of each such name.
+    # Do not write NAME=VALUE into the message: `redact` would hide VALUE.
     store = "MLFLOW_TRACKING_PASSWORD (a user into MLFLOW_TRACKING_USERNAME), or the address into MLFLOW_TRACKING_URI"
     for key, url, variable in (
         ("tracking.uri", cfg.tracking.uri, store),
@@ -330,7 +330,7 @@ def _check_engine_options(cfg: RunConfig) -> None:
 
 
 def _check_server(server: VllmServerConfig) -> None:
-    """Raise ConfigError if `server.url` is no address, or another host and no `adapter_dir` is shared with it."""
+    """Raise ConfigError if `server.url` is no address, or names another host while `server.adapter_dir` is null."""
     address = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?/?", server.url)
     if address is None:
         raise ConfigError(

@@ -14,10 +14,10 @@ _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # a value of a sweep without the 
 
 
 def quote_text(key: str, value: str) -> str:
-    """Format `key=value` for Hydra if the key holds a text: quote a value that Hydra cannot read without quotes.
+    """Format `key=value` for Hydra, for a key of text: quote a value that Hydra would not read as text.
 
-    In a sweep `a,b` it quotes each such value. A list, a function such as choice(a,b), an interpolation, null, true,
-    false or a quoted value stays as it is.
+    Quotes each value of a sweep `a,b` by itself. Leaves as is: a list, a function such as choice(a,b), an
+    interpolation, null, true, false, and a quoted value.
     """
     values = value.split(",")
     if not all(_ONE_VALUE.fullmatch(one) or _QUOTED.fullmatch(one.strip()) for one in values):
