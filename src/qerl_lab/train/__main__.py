@@ -3,9 +3,9 @@
     python -m qerl_lab.train RUN_DIR PARENT
 
 RUN_DIR must contain `resolved.yaml`. `python -m qerl_lab` writes that file, locks it, and starts this process, passing
-its own process id as PARENT. On success it writes DONE (the summary as JSON). On an error it writes FAILED (the reason,
-then the traceback) and exits with status 2 for a configuration that cannot run, 1 for any other error. After SIGINT,
-SIGTERM, SIGHUP or the death of PARENT it writes neither and exits with status 130.
+its process id as PARENT. On success this process writes DONE (the summary as JSON). On an error it writes FAILED (the
+reason, then the traceback) and exits with status 2 for a configuration that cannot run, 1 for any other error. After
+SIGINT, SIGTERM, SIGHUP or the death of PARENT it writes neither and exits with status 130.
 """
 
 import importlib

@@ -17,10 +17,10 @@ Ahead = Future[tuple[Batch, Cursor]]  # the batch of the next step, and a cursor
 
 
 def may_be_sampled_ahead(cfg: RunConfig, step: int) -> bool:
-    """Tell whether overlap may sample `step` while the step before trains. Callers also ask `NoiseLevel.needs_solving`.
+    """Tell whether `step` may be sampled while the step before it trains. Does not check `NoiseLevel.needs_solving`.
 
-    Three kinds of steps it may not sample: the first; the step after a checkpoint, because a resumed run no longer has
-    the older adapter; and the step after an evaluation, which needs the engine.
+    False without overlap, for the first step, beyond the last step, after a checkpoint (a resumed run no longer has the
+    older adapter), and after an evaluation, which needs the engine.
     """
     before = step - 1
     every = [count for count in (cfg.checkpoint.every, cfg.eval.every) if count]

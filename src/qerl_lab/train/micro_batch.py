@@ -57,7 +57,7 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
             measure = partial(peak_bytes, trainer, data.longest_prompt)
             size = largest_fitting(cfg.mini_batch_size_per_gpu, budget, measure)
         except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()  # of what was measured, for the message
+            torch.cuda.empty_cache()  # so that the message does not count the measured passes
             tokens = data.longest_prompt + cfg.rollout.max_completion_tokens
             raise ConfigError(
                 f"The forward and backward pass of one completion of {tokens:,} tokens does not fit into the "
@@ -73,9 +73,9 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
 def budget_bytes(cfg: RunConfig, policy: Policy) -> int:
     """Return how many bytes of GPU memory training passes may take.
 
-    This is `SHARE` of the free memory, less Adam's moments, which are made later. Nothing is kept for vLLM: it samples
-    while there are no activations, in memory that torch then gives it. With jobs_per_gpu jobs on the GPU, at most this
-    job's part of the card counts, because the others may start later.
+    This is `SHARE` of the free memory, less Adam's moments, which are made later. Keeps nothing for vLLM, which samples
+    while torch holds no activations. With jobs_per_gpu jobs on the GPU, at most this job's part of the GPU counts,
+    because the others may start later.
     """
     free = free_bytes(policy.device, cfg.jobs_per_gpu)
     trained = sum(parameter.numel() for parameter in policy.model.parameters() if parameter.requires_grad)

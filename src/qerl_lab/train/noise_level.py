@@ -64,7 +64,7 @@ class NoiseLevel:
         return self.solves and self.target(step) > 0 and self.state.get("stage") != self.stage(step)
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
-        """Find the sigma at which the KL equals the target of the step's stage; store it in `state` for the stage.
+        """Find the sigma at which the KL equals the target of the step's stage; return it and store it in `state`.
 
         `nats_per_token` must return the mean KL, in nats per token, of a list of noises. `solve` passes it the noises
         of evenly spread steps of the stage, so that the KL fits the noise actually used.
@@ -151,9 +151,10 @@ def build_kl_measure(
 def sample_clean_texts(
     cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, ranks: Ranks
 ) -> kl.Pairs:
-    """Sample this rank's share of aqn.solver.prompts completions without noise; the engine then holds clean norms.
+    """Sample this rank's share of aqn.solver.prompts completions without noise; return (prompt ids, completion ids).
 
-    They answer the next questions of `cursor`, which stays where it is. Raises EngineFailed if the engine fails.
+    The questions are the next of `cursor`, which does not move. Leaves clean norms in the engine. Raises EngineFailed
+    if the engine fails.
     """
     engine.sync(aqn.CLEAN)
     share = ranks.share(cfg.aqn.solver.prompts)

@@ -49,7 +49,7 @@ def message_while_loading(cfg: RunConfig, device: torch.device, error: Exception
 
 
 def _part_note(cfg: RunConfig, device: torch.device) -> str:
-    """Say how much of a shared GPU this run may take, because it can be less than is free. "" for a GPU of its own."""
+    """Format how much of a shared GPU this run may take, which can be less than is free; "" if it shares no GPU."""
     if device.type != "cuda" or cfg.jobs_per_gpu == 1:
         return ""
     part = part_bytes(device, cfg.jobs_per_gpu)

@@ -80,7 +80,10 @@ def should_pack(cfg: RunConfig, model: PreTrainedModel) -> bool:
 
 
 def is_packable(model: PreTrainedModel) -> bool:
-    """Return whether the model's attention can be packed: all layers are `attend` but for the projections."""
+    """Return whether `attend` can replace the model's attention: every layer is causal over all earlier tokens.
+
+    Dropout, capped logits and a fixed attention implementation exclude it.
+    """
     config = model.config.get_text_config()
     if layer_types := getattr(config, "layer_types", None):
         attends_to_all = set(layer_types) == {"full_attention"}

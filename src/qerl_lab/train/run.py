@@ -162,7 +162,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     on_disk.check_content(cfg)
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # for a model just downloaded
     task = tasks.load(cfg.task)
-    directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
+    directory.refuse_other_data(task.data)  # also without a checkpoint: an evaluation may be recorded already
     notes = [*task.warnings, *question_counts.check_counts(cfg, len(task.train), len(task.heldout))]
     if question_counts.are_questions_here(cfg):  # then the command has printed them, before it started this process
         notes = []
@@ -176,7 +176,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
         policy = build_policy(cfg, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.message_while_loading(cfg, device, error)) from error
-    if cfg.lora.start_from:  # the first exam uses this adapter
+    if cfg.lora.start_from:  # before the first evaluation, which uses this adapter
         load_adapter(policy.model, adapter_folder(cfg.lora.start_from))
     policy.chat.day = ranks.from_first(directory.first_day())
     data = select(cfg, policy, task)
@@ -198,10 +198,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
 
 
 def evaluate_subset(session: Session, step: int) -> None:
-    """If `step` is a multiple of eval.every, evaluate on the first eval.subset_questions held-out questions.
-
-    Otherwise, and with eval.every=0, do nothing.
-    """
+    """Evaluate on the first eval.subset_questions held-out questions if eval.every is not 0 and divides `step`."""
     settings = session.cfg.eval
     if settings.every and step % settings.every == 0:
         evaluate_heldout(session, f"step {step}", step, settings.subset_questions, settings.subset_samples)

@@ -24,9 +24,8 @@ class Stop:
 
     A run then finishes the current step, and leaves held-out questions at once.
 
-    With `parent` None only signals stop the run. Programs that call a run, such as tests, use this, because they may go
-    on in the background after their shell has exited. Until `can_save` is set there is nothing to save, and a signal or
-    the death of `parent` ends the process at once.
+    With `parent` None only signals stop the run, so that it can outlive the shell that started it. Until `can_save` is
+    set there is nothing to save, and a signal or the death of `parent` ends the process at once.
     """
 
     signalled: bool = False

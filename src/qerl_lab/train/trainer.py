@@ -105,10 +105,10 @@ class LabTrainer(GRPOTrainer):
         return self.steps_done + 1
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Override the Trainer's method: whatever ends the training, abort a batch that is being sampled ahead.
+        """Override the Trainer's method: train; then, even after an error, abort a batch that is being sampled ahead.
 
-        Callers close the engine next, which must not be in use. So this waits until the batch's thread is done with it,
-        at most rollout.vllm_server.patience_seconds.
+        Waits at most rollout.vllm_server.patience_seconds until the batch's thread has ended, because an engine in use
+        must not be closed.
         """
         try:
             return super().train(*args, **kwargs)
@@ -126,9 +126,8 @@ class LabTrainer(GRPOTrainer):
     def run_dummy_pass(self, completions: int, prompt_tokens: int) -> None:
         """Run one forward and backward pass on dummy completions of full length, so that its memory can be measured.
 
-        `micro_batch` calls this before training. The trained weights have gradients during the pass, because in
-        training they have them from the second micro-batch of an update on. Afterwards the gradients are gone, and only
-        this trainer's lists for metrics have changed.
+        The trained weights have gradients during the pass, as in training from the second micro-batch of an update on.
+        Afterwards the gradients are gone, and only this trainer's lists for metrics have changed.
         """
         model, device, keep = self.policy.model, self.policy.device, self.cfg.rollout.max_completion_tokens
         ids = torch.ones((completions, prompt_tokens + keep), dtype=torch.long, device=device)
@@ -398,9 +397,9 @@ class LabTrainer(GRPOTrainer):
     def _set_old_logprobs(self, tensors: dict[str, Any]) -> None:
         """Set `old_per_token_logps` in `tensors`: the log-probs pi_old of TRL's ratio pi / pi_old.
 
-        They are the sampler's with rollout.importance_correction=in_ratio, else the trainer's. With a single update per
-        step the trainer's are left out, so that the ratio is 1. Also sets `scored_before`: whether TRL has computed the
-        trainer's already. Then their mismatch with the sampler's is recorded here.
+        With rollout.importance_correction=in_ratio these are the sampler's log-probs. Otherwise they are the trainer's,
+        or left out with a single update per step, so that the ratio is 1. Also sets `scored_before`, and if TRL has
+        computed the trainer's log-probs, records their mismatch with the sampler's.
         """
         scored = tensors.pop("old_per_token_logps", None)
         self.scored_before = scored is not None
