@@ -33,7 +33,7 @@ class TransformersEngine(Engine):
         return self._norms
 
     def close(self) -> None:
-        """Drop the noisy norms, the only tensors of its own."""
+        """Drop the noisy norms, the only tensors that the engine does not share with the trainer."""
         self._norms = {}
 
     def generate(

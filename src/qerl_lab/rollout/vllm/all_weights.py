@@ -12,11 +12,11 @@ from qerl_lab.model import all_weights
 def send(vllm_model: Any, model: PreTrainedModel, path: str) -> None:
     """Copy all weights of the policy's `model` into `vllm_model`, by vLLM's own `load_weights`.
 
-    It fuses q/k/v and gate/up, and rounds to the dtype of vLLM's model. It must copy into existing tensors, because
-    CUDA graphs contain their addresses.
+    `load_weights` fuses q/k/v and gate/up, and rounds to the dtype of vLLM's model. It must copy into existing tensors,
+    because CUDA graphs contain their addresses.
 
-    Raises ConfigError, which names model.path=`path`, if the two models have other weights; the first call shows this.
-    Raises AssertionError if a tensor of vLLM's model has moved.
+    Raises ConfigError, which names model.path=`path`, if vLLM's model has other weights. Raises AssertionError if a
+    tensor of vLLM's model has moved.
     """
     addresses = {name: weight.data_ptr() for name, weight in vllm_model.named_parameters()}
     try:

@@ -9,7 +9,7 @@ From about ten rows on the product is bound by compute as well as by memory. Tri
 registers while the previous product runs, and other NVFP4 kernels need extra launches for the adapter. This kernel
 includes the adapter: it computes x A^T while weights are loading and adds (x A^T) B^T at the end.
 
-W and x swap places: the operand in registers is a tile of W, and the rows of x are the columns of the product. So 16
+W and x swap roles: the operand in registers is a tile of W, and the rows of x are the columns of the product. So 16
 rows of x suffice for a product. The kernel is fp4_tiles.cu; `formats.tiles` documents the layout of W.
 """
 
@@ -198,8 +198,7 @@ def meeting_counters(rows: int, device: torch.device) -> Tensor:
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
     """Choose the height of a tile of a weight [N, K = `columns`], in blocks of 64 rows: the fastest of `TILE_SIZES`.
 
-    The busiest multiprocessor decides the time. It is counted in stages, with `_STAGES_OF_END` for the end of a tile,
-    times the height.
+    Estimates the time of the busiest multiprocessor as its stages, plus `_STAGES_OF_END`, times the height.
     """
 
     def stages_of_busiest(tile: int) -> int:

@@ -1,4 +1,4 @@
-"""Print the `vllm serve` command for a run's settings. Imports no vllm."""
+"""Build the `vllm serve` command for a run's settings. Imports no vllm."""
 
 import json
 import shlex

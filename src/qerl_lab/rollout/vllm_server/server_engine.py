@@ -73,7 +73,7 @@ class VllmServerEngine(Engine):
             self._check_logprobs()
         except EngineFailed as error:
             self.close()
-            # Then the server may have been started with other settings.
+            # These two errors can mean that the server was started with other settings.
             advice = f". {ADVICE}" if isinstance(error, Refused | Unanswered) else ""
             raise ConfigError(f"{error}{advice}") from error
         except BaseException:
