@@ -32,7 +32,7 @@ def measure(options: AnyOptions) -> None:
     from qerl_lab.report import bench, bench_figures
 
     arm_processes.prepare(options)
-    for number in exits.stop_signals():  # an ended command keeps its rows and removes its checkpoint
+    for number in exits.stop_signals():  # raise KeyboardInterrupt, so that the checkpoint is removed
         signal.signal(number, signal.default_int_handler)
     rows = list[Row]()
     result = {

@@ -39,8 +39,8 @@ LINES = 40  # log lines kept if a process died without a reason
 def prepare(options: AnyOptions) -> None:
     """Check that the machine can measure all arms, and remove leftovers of killed benchmarks and runs.
 
-    Raises ConfigError if the machine has too few GPUs, if a checkpoint cannot state an arm's options of its format, and
-    for too little free space in the directory `options.scratch`.
+    Raises ConfigError if the machine has too few GPUs, if config.json of a checkpoint cannot express an arm's format
+    options, or if the directory `options.scratch` has too little free space.
     """
     jobs, scratch, architecture = read_jobs(options, ""), Path(options.scratch), ARCHITECTURES[options.model]
     refuse_fewer_gpus(max((job.gpus for job in jobs), default=1), len(ranks.visible_gpus()))

@@ -167,9 +167,9 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
 def check(options: AnyOptions) -> None:
     """Raise ConfigError if options cannot be measured.
 
-    It refuses empty lists of arms, batches or ranks; an arm of the lab that is invalid or has another number of
-    completions in a step; a `micro_batch` that does not divide this number; and a `scratch` that is no directory. vLLM
-    or TRL check the arguments of a baseline in the arm's own process.
+    Refuses empty lists of arms, batches or ranks; a lab arm that is invalid, has another number of completions in a
+    step, or has several GPUs in a rollout; a `micro_batch` that does not divide the completions of a step; and a
+    `scratch` that is no directory. vLLM or TRL check a baseline's arguments later, in its process.
     """
     for name in ("arms", "batches", "ranks"):
         if getattr(options, name, None) == []:

@@ -18,8 +18,8 @@ from qerl_lab.rollout.vllm.transfer import max_rank
 class StockSampler:
     """Unchanged vLLM on the checkpoint of a job, with the methods that `rollout.measure` calls.
 
-    The overrides of the arm are passed to `LLM` as arguments. With `enable_lora=false` there is no adapter. That is as
-    fast as weights that it is merged into, as TRL merges it.
+    The overrides of the arm are passed to `LLM` as arguments. With `enable_lora=false` there is no adapter, which is as
+    fast as the merged weights that TRL uses.
     """
 
     def __init__(self, job: Job) -> None:

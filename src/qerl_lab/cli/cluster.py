@@ -95,9 +95,9 @@ def time_limit_minutes(flags: Mapping[str, Any]) -> int:
 def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any]) -> dict[str, int]:
     """Return what every Slurm job requests, as parameters of submitit: GPUs or CPUs, as many as the largest job needs.
 
-    If any job may use a GPU, returns {"gpus_per_node": N} and leaves the number of CPUs to the cluster. Otherwise
-    returns {"cpus_per_task": N}; without it all threads would share one CPU. Returns an empty dict if `flags` have
-    such a request, or if no job uses a GPU and cpu_threads is 0.
+    Returns {"gpus_per_node": N} if any job may use a GPU; the cluster then chooses the CPUs. Otherwise returns
+    {"cpus_per_task": N}, because Slurm's default is one CPU. Returns {} if `flags` already request the GPUs or CPUs, or
+    if no job uses a GPU and cpu_threads is 0.
     """
     on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
     if on_gpu:

@@ -130,8 +130,8 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
             cfg = loader.load_sweep_config(master, overrides)
             job = _checked_job(number, cfg, overrides, loader)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
-            own = " ".join(without_hydra_overrides(overrides))
-            raise ConfigError(f"job {number} ({own}): {explain(error)}") from None
+            line = " ".join(without_hydra_overrides(overrides))
+            raise ConfigError(f"job {number} ({line}): {explain(error)}") from None
         if job.config.run_dir:
             raise ConfigError(
                 f"run_dir={job.config.run_dir} is for one run, and each job of a sweep has its own directory. "
@@ -192,13 +192,13 @@ def _refuse_mislabelled_experiment(
         return
     paths = [word for word in _typed_words(cfg.hydra.overrides.hydra) if "hydra.searchpath=" in word]
     composed = loader.load_configuration("config", [f"+experiment={arm}", *paths], RunMode.RUN)
-    now, own, usual = values_of(config), values_of(job_config(composed, {})), values_of(RunConfig())
-    if changed := [key for key in declared if now[key] != own[key]]:
+    now, defined, usual = values_of(config), values_of(job_config(composed, {})), values_of(RunConfig())
+    if changed := [key for key in declared if now[key] != defined[key]]:
         words = " ".join(f"{key}={typed[key]}" for key in suspects)
         instead = " ".join(f"{key}={spell_value(now[key])}" for key in declared if now[key] != usual[key])
         raise ConfigError(
             f"{words} changes what experiment={arm} stands for "
-            f"({', '.join(f'{key}={spell_value(own[key])}' for key in changed)}), and the run would keep its name. "
+            f"({', '.join(f'{key}={spell_value(defined[key])}' for key in changed)}), and the run would keep its name. "
             f"Leave {words} out, or leave experiment={arm} out{instead and f' and type {instead}'}."
         )
 

@@ -138,7 +138,7 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
 
 
 def inert_keys(cfg: RunConfig) -> dict[str, ConditionalKeys]:
-    """Map each key without effect in this configuration to the row (`ConditionalKeys`) that says when it has one.
+    """Map each key without effect in this configuration to the `ConditionalKeys` row with the condition that it needs.
 
     If task.module is set, keys of task.* are left out, because the module may read them. Exception: task.path and
     task.columns.* stay if one of them is set and the module makes no questions.

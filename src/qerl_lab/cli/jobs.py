@@ -47,17 +47,17 @@ def continue_sweep(plan: Plan) -> Plan:
     locks = [(path.stat().st_mtime_ns, path) for path in plan.directory.parent.glob(f"*/{LOCK}")]
     for directory in (path.parent for _, path in sorted(locks, reverse=True)):  # a lock dates from the sweep's begin
         jobs = [replace(job, begun=True) for job in _move_jobs(plan, directory)]
-        there = [job for job in jobs if RunDirectory(job.run_dir).is_claimed]
-        if not there or not all(map(_has_same_run, there)):
+        claimed = [job for job in jobs if RunDirectory(job.run_dir).is_claimed]
+        if not claimed or not all(map(_has_same_run, claimed)):
             continue
-        sessions = [session for job in there for session in RunDirectory(job.run_dir).environments()]
+        sessions = [session for job in claimed for session in RunDirectory(job.run_dir).environments()]
         is_same_code = all(session.get("code_hash") == code for session in sessions)
-        if is_same_code and len(there) == len(jobs):
+        if is_same_code and len(claimed) == len(jobs):
             return replace(plan, jobs=jobs, directory=directory, directory_is_fixed=True)
-        if not notes and len(there) in (len(jobs), len([*directory.rglob("resolved.yaml")])):
+        if not notes and len(claimed) in (len(jobs), len([*directory.rglob("resolved.yaml")])):
             typed = shell_override("hydra.sweep.dir", format_path(directory))
             by, to_do = ("", "run only the others") if is_same_code else (", made by other code", "go on with them")
-            notes = [f"{len(there)} of these runs are in {format_path(directory)}{by}: type {typed} to {to_do}"]
+            notes = [f"{len(claimed)} of these runs are in {format_path(directory)}{by}: type {typed} to {to_do}"]
     return replace(plan, jobs=[replace(job, notes=[*job.notes, *notes]) for job in plan.jobs])
 
 
@@ -78,9 +78,9 @@ def _has_same_run(job: Job) -> bool:
         recorded, data = run.settings(), next(iter(run.environments()), {}).get("data") or {}
     except ConfigError:
         return False
-    there, here = settings_of_arm(recorded), settings_of_arm(wanted)
-    is_same_path = there.get("task.path") == here["task.path"]
-    is_same_arm = there | {"task.path": here["task.path"]} == here
+    arm_of_run, arm_of_job = settings_of_arm(recorded), settings_of_arm(wanted)
+    is_same_path = arm_of_run.get("task.path") == arm_of_job["task.path"]
+    is_same_arm = arm_of_run | {"task.path": arm_of_job["task.path"]} == arm_of_job
     if not is_same_arm or any(recorded.get(key) != wanted[key] for key in ("seed", "gpus")):
         return False
     try:

@@ -48,7 +48,7 @@ from qerl_lab.tools.queue_file import ATTEMPTS, DONE, FAILED, PREREGISTRATION, P
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
 NOT_PACKED = ("checkpoints", "adapter", "model", "curves.png")  # too large to transfer, or redrawn by the report
-DAMAGED = (ValueError, EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError)  # how reading a bad pack ends
+DAMAGED = (ValueError, EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError)  # errors of reading a damaged pack
 STAGGER_SECONDS = 30.0  # between the starts of runs on one GPU: engines that start at once compete for its memory
 START_SECONDS = 60.0  # start no run with less time left, because an engine needs about as long to start
 GRACE_SECONDS = 60.0  # for a stopped run to save
@@ -69,9 +69,9 @@ class PlanOptions:
 
     @property
     def part_of_gpu(self) -> list[str]:
-        """Return the override that limits a run to its part of a GPU; none for a run alone there.
+        """Return the override, in a list, that limits a run to its part of a GPU; empty if no runs share a GPU.
 
-        It must precede the run's own overrides, which win.
+        Put it before the run's overrides, so that those win.
         """
         return [f"jobs_per_gpu={self.jobs}"] if self.jobs > 1 else []
 
@@ -279,7 +279,7 @@ class Machine:
         return not is_done and self.queue.has_attempt(row)
 
     def make(self, planned: Planned, number: int) -> bool:
-        """Wait for a free place on a GPU, then train and evaluate a run there (see `train_and_evaluate`).
+        """Wait for a GPU with fewer than `options.jobs` runs, then train and evaluate a run on it.
 
         Returns whether the training ended, done or failed. `number` is the run's position in this command, from 0: the
         first runs on a GPU start STAGGER_SECONDS apart.
@@ -376,9 +376,9 @@ class Machine:
             return None
 
     def _tell_end(self, planned: Planned, code: int | None, subject: str = "", when: str = "") -> None:
-        """Print how a process ended before its work was done; `code` is what `_call` returned for it.
+        """Print how a process ended before its work was done, and add the run to `failed` unless it was stopped.
 
-        `subject` and `when` stand before and after the verb. A process that was stopped did not fail.
+        `code` is the result of `_call`. The words `subject` and `when` are printed before and after the verb.
         """
         if code is None and not self.stopped.is_set():
             how = "was stopped when the time was up"
@@ -405,7 +405,7 @@ class Machine:
         the number of evaluations that this command finished.
         """
         where: dict[str, Any] = run.environment()
-        start = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(began))  # of an attempt after a failed one
+        start = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(began))  # kept for an attempt after a failed one
         if (before := self._last_row(planned)) is None:
             start = where.get("time", start)
         elif before["state"] == DONE:  # the attempt is the same, and has more evaluations now

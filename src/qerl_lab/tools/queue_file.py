@@ -15,7 +15,7 @@ QUEUE.yaml, in a folder of results:
         preregistered: false                          # may run while PREREGISTRATION.md is incomplete; true if left out
 
 Runs of preregistered parts record the hash of `claims.yaml` if that file lies beside QUEUE.yaml. A run that several
-parts list is made once, at its first place. It gets the evaluations of all these parts, and its results go to the
+parts list is made once, at its first position. It gets the evaluations of all these parts, and its results go to the
 folder of each.
 """
 
@@ -56,7 +56,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the queue: runs, how each finished run is evaluated, and where results go (see the module's text)."""
+    """A part of the queue: runs, evaluations of each finished run, and where results go (see the module docstring)."""
 
     name: str
     lines: Sequence[str]

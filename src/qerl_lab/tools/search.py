@@ -50,7 +50,7 @@ class SearchOptions(OutputOptions):
 
     @property
     def seed_override(self) -> str:
-        """The override `seed=A,B,...` of each trial's sweep."""
+        """Return the override `seed=A,B,...` of each trial's sweep."""
         return f"seed={','.join(map(str, self.seeds))}"
 
     def trial_folder(self, trial: "FrozenTrial") -> Path:
@@ -231,7 +231,7 @@ EXAMPLES = (
 
 @exits.command
 def main(words: list[str]) -> int:
-    """Run the search: give it its own options, and the main command all other overrides; return the exit code."""
+    """Split `words` into options of the search and overrides of its runs; run the search; return the exit code."""
     own = [word for word in words if is_own(word)]
     if words and not own:
         own = ["out="]  # then the error names `out` as missing; the manual is only for an empty command

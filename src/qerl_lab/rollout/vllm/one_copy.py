@@ -113,9 +113,9 @@ def _share_layer(vllm_layer: nn.Module, parts: Layers) -> list[str]:
     first = 0  # row of the fused layer at which a part begins
     for name, layer in parts.items():
         held, layout = _engine_tensors(vllm_layer, layer, first)
-        own = {key: tensor.to(held[DIVISOR].device) for key, tensor in layer.packed().items()}
+        packed = {key: tensor.to(held[DIVISOR].device) for key, tensor in layer.packed().items()}
         stored = layout.stored(held)
-        if all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items()):
+        if all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in packed.items()):
             layer.hold(held, layout)
         else:
             keep.append(name)

@@ -118,8 +118,8 @@ class VllmServerEngine(Engine):
         ids, server_logprobs, *_ = out.completions[0]
         with policy.as_sampler():
             logits = policy.model(input_ids=torch.tensor([prompt + ids], device=policy.device)).logits[0]
-        own_logprobs = logits[len(prompt) - 1 : -1].float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu()
-        gap = (own_logprobs - torch.tensor(server_logprobs)).abs().mean().item()
+        policy_logprobs = logits[len(prompt) - 1 : -1].float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu()
+        gap = (policy_logprobs - torch.tensor(server_logprobs)).abs().mean().item()
         near = NEAR[policy.model.dtype]
         if not gap < near:  # NaN too
             raise ConfigError(
