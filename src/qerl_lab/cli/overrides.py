@@ -92,8 +92,8 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides that are spelled for Hydra (see `spell_for_hydra`).
 
     Raises ConfigError for an override that cannot be read, a key given twice, an unknown key, a value of a wrong type,
-    or a feature of Hydra that no run can use, such as ~key. This does not check that the option chosen for a config
-    group exists. Hydra checks that later, after it has read --config-dir.
+    or a feature of Hydra that no run can use, such as ~key. Does not check whether the option of a config group exists,
+    because Hydra must read --config-dir first.
     """
     with as_config_errors():
         parsed = OverridesParser.create().parse_overrides(list(overrides))

@@ -303,12 +303,12 @@ def _check_and_claim(plan: Plan, *, is_here: bool) -> Plan:
 
 
 def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
-    """Check that every unfinished job could start, and the claims that new jobs record.
+    """Check every unfinished job and the claims of new jobs; return the plan with notes for the user in its jobs.
 
     If the jobs run on this machine (`is_here`), also checks its hardware. If they run on a cluster, also checks the
     flags of sbatch, and that this machine can submit jobs. A dry run (`is_dry`) only notes what this machine lacks,
-    because the run may be meant for another machine. Returns the plan with notes for the user added to its jobs. Raises
-    ConfigError for claims with a mistake, and for the first job that could not start.
+    because the run may be meant for another machine. Raises ConfigError for claims with a mistake, and for the first
+    job that could not start.
     """
     checked, first = [], plan.jobs[0].config
     uses_this_machine = is_here and not is_dry
