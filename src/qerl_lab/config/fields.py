@@ -31,7 +31,7 @@ def check_fields(
     """Return the fields of `values`, which must be a dict with all `needed` and otherwise only `optional` fields.
 
     Leaves out optional fields that are null. Raises ValueError if a field is missing, unknown or not of its kind.
-    `where` names the place in the file for the message.
+    `where` names the part of the file in messages.
     """
     if not isinstance(values, dict):
         given = "empty" if values is None else "no mapping"

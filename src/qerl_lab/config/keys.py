@@ -1,4 +1,4 @@
-"""Check keys, types of values, and conditions such as `aqn.schedule!=off` on the schema; word the errors."""
+"""Check keys, types of values and conditions such as `aqn.schedule!=off` against the schema; build the errors."""
 
 import difflib
 import re
