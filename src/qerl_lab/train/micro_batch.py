@@ -105,9 +105,9 @@ def largest_fitting(completions: int, budget: int, measure: Callable[[int], floa
     """Return the largest divisor of `completions` that fits: passes of that size take at most `budget` bytes.
 
     `measure` runs passes with a number of completions and returns the bytes that they take, infinite if memory runs
-    out. Divisors are measured in rising order, until one does not fit or is expected not to. The expected bytes are in
-    proportion to the first measurement, later on the line through the first and the last. The result is measured last,
-    because torch keeps that memory. Raises OutOfMemoryError if one completion takes more than `budget`.
+    out. Divisors are measured in rising order, until one does not fit or is expected not to. Bytes are expected to grow
+    in proportion to the first measurement, later along the line through the first and the last. The result is measured
+    last, because torch keeps that memory. Raises OutOfMemoryError if one completion takes more than `budget`.
     """
     size, first = 1, measure(1)
     if first > budget:

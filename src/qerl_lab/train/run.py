@@ -167,7 +167,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     if question_counts.are_questions_here(cfg):  # then the command has printed them, before it started this process
         notes = []
     if cfg.task.module and not saved:  # a run with a checkpoint has graded already, perhaps never an empty text
-        try:  # so that a mistake in the user's file is said before the model loads
+        try:  # report a mistake in the user's file before the model loads
             task.grade([""], task.train[:1])
         except (ConfigError, GraderFailed) as error:
             raise ConfigError(f"{error} This was a trial with one empty text, before the model loads.") from error

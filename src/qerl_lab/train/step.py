@@ -97,7 +97,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups that a step trains on, and all groups that it sampled to get them, on one rank.
+    """The groups of a step on one rank: those to train on, and all that were sampled.
 
     Attributes:
         groups: this rank's share of rollout.prompts_per_step groups, chosen from `drawn` and in the same order.

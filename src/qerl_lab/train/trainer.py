@@ -335,10 +335,10 @@ class LabTrainer(GRPOTrainer):
     # --- parts of the rollout
 
     def _collect_batch(self) -> Batch:
-        """Sample a batch, or wait for the one sampled ahead; measure its noise; with overlap begin the next step's.
+        """Sample a batch, or wait for the one sampled ahead; measure its noise; with overlap begin to sample the next.
 
-        Before it samples, it solves for sigma if the step needs that, and syncs the engine. If the engine fails, this
-        method moves the cursor back to the start of the step, saves the finished steps, and raises EngineFailed.
+        Before sampling, solves for sigma if the step needs a new one, and syncs the engine. If the engine fails, moves
+        the cursor back to the start of the step, saves the finished steps, and raises EngineFailed.
         """
         cfg, step, engine, level = self.cfg, self.step, self.engine, self.level
         ahead, began_at = self.ahead, self.cursor.position
