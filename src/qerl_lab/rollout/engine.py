@@ -117,7 +117,7 @@ def do_nothing(count: int) -> None:
 class Engine(Protocol):
     """Samples completions from the policy that it was built on.
 
-    It uses the policy's weights as they were at the last `sync`, or the current ones if it shares the policy's memory.
+    Uses the policy's weights of the last `sync`, or the current ones if the engine shares the policy's memory.
     The default methods suit an engine that holds no memory on this machine.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Compute a run's one adapter as dense products in vLLM's linear layers, instead of vLLM's multi-adapter LoRA.
 
-Registers a quantization method (`register_quantization_config`). vLLM asks it for every linear layer; it wraps the
-method that the weights would have got (compressed-tensors, bitsandbytes or none) and adds x A^T B^T from buffers of the
-layer. The buffers keep their addresses, so that CUDA graphs see what `AdapterBuffers.write` puts into them.
+Registers a quantization config with vLLM (`register_quantization_config`). For each linear layer it wraps the method of
+the stored weights (compressed-tensors, bitsandbytes or none) and adds x A^T B^T from buffers of the layer. The buffers
+keep their addresses, so that CUDA graphs see what `AdapterBuffers.write` puts into them.
 
 There is exactly one adapter: vLLM's own LoRA is off, and vLLM refuses a request that names one.
 
@@ -240,9 +240,9 @@ class OneAdapterMethod(LinearMethodBase):
         """Override vLLM's hook: convert the loaded weights to the layout that the kernel in use expects.
 
         This kernel is `fp4_tiles` if `self.routes.fp4_tiles` is set, else the kernel of the wrapped vLLM method
-        `self.base`. If `self.routes.dense_rows` is set, the layer keeps an unpacked copy of the weights beside them. In
-        every case it keeps a copy of its bias in checkpoint order as `plain_bias`, because vLLM's kernels Marlin and
-        Humming reorder `layer.bias`.
+        `self.base`. If `self.routes.dense_rows` is set, the layer keeps an unpacked copy of the weights beside them.
+        The layer always keeps its bias in checkpoint order as `plain_bias`, because vLLM's kernels Marlin and Humming
+        reorder `layer.bias`.
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)

@@ -221,7 +221,7 @@ def build_llm(cfg: RunConfig, folder: Path, policy: Policy, backend: str, adapte
     if cfg.format.activations == "fp8":  # by vLLM's kernel, because the dense adapter hides them from its compiler
         arguments["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
     # Drop vLLM's warning that the class of a scheduler is not a public interface.
-    logging.getLogger("vllm.config.scheduler").addFilter(lambda said: "custom scheduler class" not in str(said.msg))
+    logging.getLogger("vllm.config.scheduler").addFilter(lambda line: "custom scheduler class" not in str(line.msg))
     try:
         return LLM(model=str(folder), **arguments, **adapter_arguments)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
