@@ -1,7 +1,7 @@
 """Export a run for other libraries: `python -m qerl_lab.tools.export RUN_DIR out=DIR [merged=true]`.
 
 Writes a PEFT adapter or a merged model, with a model card, to OUT.partial, and renames it to OUT when it is complete.
-The words are checked before torch is imported.
+The options are checked before torch is imported.
 """
 
 import json

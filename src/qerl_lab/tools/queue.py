@@ -98,7 +98,7 @@ class CollectOptions:
 def plan(options: PlanOptions) -> None:
     """Print the queue's parts with the hours left, the runs that failed twice, and the commands that fit `minutes`.
 
-    Above each command are the run's key, its minutes and where they are from (`Queue.estimate`). The minutes of a part
+    Above each command are the run's key, its minutes and their source (`Queue.estimate`). The minutes of a part
     are the mean over its runs left, or over all its runs if none is left. Also names the runs made under another
     version of PREREGISTRATION.md and the done runs that lack evaluations, and says why the next run does not fit.
     """
@@ -175,10 +175,10 @@ def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
 def run(options: RunOptions) -> None:
     """Train and evaluate the next runs of the queue on this machine for `options.minutes`, and pack their records.
 
-    A run or evaluation that is not done by then, or when a signal stops this command, is stopped; the same command on
-    the same machine continues it. Raises ConfigError if the main command refuses a run, or if a preregistered run comes
-    before PREREGISTRATION.md is complete. Raises ValueError after all others have ended if a run or an evaluation
-    failed. A run that was stopped, or that did not fit into the time, did not fail.
+    When the time is up or a signal comes, running processes are stopped; the same command on the same machine continues
+    them. Raises ConfigError if the main command refuses a run, or if a preregistered run comes before
+    PREREGISTRATION.md is complete. Raises ValueError after all others have ended if a run or an evaluation failed. A
+    run that was stopped, or that did not fit into the time, did not fail.
     """
     queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     pack = Path(options.pack)
@@ -261,7 +261,7 @@ class Machine:
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
     def ended_row(self, planned: Planned) -> Row | None:
-        """Return the row of the last attempt that ended here; None if there is none, or if it was continued since."""
+        """Return the row of the last attempt that ended here; None without one, or if the run was continued since."""
         row = self._last_row(planned)
         return row if row and row["state"] == RunDirectory(self.run_folder(planned)).status else None
 

@@ -68,7 +68,7 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
 
     Adds eval.questions=0 to the shared overrides if the objective is the reward, unless `words` set it. Plans a trial
     with the lowest values, without starting it. Raises ConfigError if this plan is refused or has several runs per
-    seed, if a range is wrong, or if there is none.
+    seed, if a range is wrong, or if no range is given.
     """
     shared, ranges, lowest = list[str](), Ranges(), list[str]()
     for word in words:
