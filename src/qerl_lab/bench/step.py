@@ -92,8 +92,8 @@ class StepClock(TrainerCallback):
 def rows_of_trl(job: Job) -> Iterator[Row]:
     """Train with TRL's trainer; yield one row that summarizes all steps but the first.
 
-    The row has no seconds by phase, because TRL does not report them. Raises RuntimeError if the arm's words change the
-    number of completions in a step.
+    The row has no seconds by phase, because TRL does not report them. Raises RuntimeError if the arm's overrides change
+    the number of completions in a step, or as `summarize` does.
     """
     options, started = job.options, time.perf_counter()
     completions = options["groups"] * options["group_size"]
