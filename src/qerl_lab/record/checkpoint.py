@@ -1,8 +1,8 @@
 """Save and load checkpoints that survive a `kill -9` at any moment: written aside, checksummed, then renamed.
 
 A checkpoint is a folder `checkpoints/step-000025/`. Its `manifest.json` is written last and has the SHA-256 of every
-other file. If a file does not match, the checkpoint is damaged, and the checkpoint before is used. Loading runs no code
-from the checkpoint.
+other file. If a file does not match, the checkpoint is damaged and the previous one is used. Loading runs no code
+from a checkpoint.
 """
 
 import json
@@ -47,16 +47,16 @@ class Saved:
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
     """Write the checkpoint of `state["step"]` below `folder` atomically, delete old ones, and return its path.
 
-    First waits until metrics.jsonl, beside `folder`, is on the disk: a checkpoint must not survive a crash of the
-    machine without its steps. Keeps the newest `keep` checkpoints up to this step. Deletes checkpoints of later steps
-    too: they must be damaged, because otherwise the run would have resumed from them.
+    Flushes metrics.jsonl, beside `folder`, to the disk before the checkpoint appears: a checkpoint must not survive a
+    crash of the machine without its steps. Keeps the newest `keep` checkpoints up to this step. Deletes checkpoints of
+    later steps too: they must be damaged, because otherwise the run would have resumed from them.
 
     Args:
         folder: the run's `checkpoints/`.
         state: the fields of `Saved` except `path`.
         write: writes the trainer's files into the empty directory it receives.
 
-    Raises OSError that names the checkpoint if the disk is full.
+    Raises OSError if the disk is full, whatever error `write` raised.
     """
     final = folder / f"step-{state['step']:06d}"
     aside = folder / f".{final.name}.{os.getpid()}"
@@ -91,8 +91,8 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
 def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
     """Return an OSError that names `checkpoint` if the disk of `folder` is full, else None.
 
-    Writes the file `probe` and leaves it in `folder`, because errors of torch.save and safetensors do not say why a
-    write failed.
+    Writes 1 MiB to find out, because errors of torch.save and safetensors do not say why a write failed. Leaves that
+    file in `folder`.
     """
     try:
         (folder / "probe").write_bytes(bytes(PROBE_BYTES))
@@ -151,7 +151,8 @@ def set_damaged_aside(folder: Path, step: int) -> None:
 def load(path: Path) -> Saved:
     """Verify the checkpoint in the folder `path` and read its state.
 
-    Raises OSError if a file is missing, ValueError if one does not match its checksum or the state has no checksum.
+    Raises OSError if a file is missing; ValueError if one does not match its checksum, or if the state has no checksum
+    or other fields than `Saved`.
     """
     digests = parse_json((path / MANIFEST).read_text())
     if not isinstance(digests, dict) or STATE not in digests:

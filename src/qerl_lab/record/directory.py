@@ -81,7 +81,10 @@ class RunDirectory:
         raise ConfigError(f"the run directory {self.path} is not empty. Type {goes_on}run_dir=DIR for a new run.")
 
     def claim(self, cfg: RunConfig, typed: TypedCommand) -> None:
-        """Create the directory, with `cfg` in resolved.yaml and the command `typed` in QUEUED."""
+        """Create the directory, with `cfg` in resolved.yaml and the command `typed` in QUEUED.
+
+        Raises ConfigError if the directory is not empty or cannot be written.
+        """
         self.refuse_used()
         make_directory(self.path, f"run_dir={self.path}")
         with open(self.path / RESOLVED, "x", encoding="utf-8") as file:  # "x": another process may have been first
@@ -207,10 +210,9 @@ class RunDirectory:
         self._replace_config(cfg)
 
     def share_gpu(self, jobs: int) -> RunConfig:
-        """Record that the run goes on as one of `jobs` jobs that share its GPU, if that was another number.
+        """Set `jobs_per_gpu` in resolved.yaml to `jobs`, and return the configuration.
 
-        The process of the run reads it in resolved.yaml. Returns the new content of that file. Raises ConfigError if it
-        is damaged, or if another process is running here.
+        Raises ConfigError if the file is damaged, or if the value changes while another process is running here.
         """
         cfg = self.config()
         if cfg.jobs_per_gpu != jobs:
@@ -226,7 +228,7 @@ class RunDirectory:
     def discard(self) -> None:
         """Delete the directory of a run that never started, unless it has a file beyond FILES_OF_A_REFUSED_RUN.
 
-        A directory that cannot be deleted stays empty: a link, a mounted folder, the working directory.
+        A directory that cannot be deleted (a link, a mounted folder, the working directory) is only emptied.
         """
         if {path.name for path in self.path.iterdir()} - FILES_OF_A_REFUSED_RUN:
             return
@@ -300,9 +302,8 @@ class RunDirectory:
     def refuse_edited_config(self, name: str, saved: Mapping[str, Any]) -> None:
         """Raise ConfigError if resolved.yaml differs from `saved`, the configuration in the checkpoint `name`.
 
-        Compares the settings that the checkpoint has: those that sessions of a run share (`arm.settings_of_run`). An
-        empty `saved` passes. A version that lacked a key of `arm.ADDED` used its value there. If the run was extended
-        after the checkpoint, it may have more steps.
+        Compares the keys in `saved` (those of `arm.settings_of_run`); an empty `saved` passes. A key of `arm.ADDED`
+        that either lacks counts with its value in `arm.ADDED`. An extension after the checkpoint may add steps.
         """
         if not saved:
             return
@@ -323,9 +324,9 @@ class RunDirectory:
             )
 
     def check(self) -> None:
-        """Raise ConfigError unless a run can be resumed or mirrored here: files are writable, the small files intact.
+        """Raise ConfigError unless a run can be resumed or mirrored here.
 
-        The small files are sessions.json, mlflow.json and eval.parquet.
+        The files must be writable, and sessions.json, mlflow.json and eval.parquet intact.
         """
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
@@ -359,8 +360,8 @@ class RunDirectory:
         """Raise ConfigError if the run began with other questions than those that `data` describes.
 
         `data` (`Task.data`) has number and SHA-256 of the training and held-out questions. Compares each SHA-256 with
-        env.json. Passes if env.json has none. The message names the commit of the lab that began the run, if it is
-        another, because it may have given the same rows other ids.
+        env.json. Passes if env.json has none. If another commit of the lab began the run, the message names it, because
+        commits may give the same rows different ids.
         """
         began = self.environment()
         then = began.get("data") or {}  # older versions of the lab do not record the questions
@@ -399,10 +400,10 @@ class RunDirectory:
     ) -> None:  # fmt: skip
         """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
 
-        `data` describes the questions (`Task.data`). `linear_backend` is the kernel for 4-bit products that the engine
-        uses, or None. `micro_batch_size` is what the run takes, typed or chosen. `module` is the user's file, which
-        task.module names. `code_hash` is of the source files when the process began; None computes it now. The command
-        comes from .typed, which is then deleted; without that file it is the command of this process.
+        `data` describes the questions (`Task.data`). `linear_backend` is the engine's kernel for 4-bit products, if
+        any. `micro_batch_size` counts completions per pass. `module` is the path in task.module. `code_hash` is the
+        hash of the source files when the process began; None computes it now. The command comes from .typed, which is
+        then deleted; without that file it is the command of this process.
         """
         earlier, typed = len(list(self.path.glob("env*.json"))), self._read_json(TYPED, dict)
         number = f".{earlier + 1}" if earlier else ""
@@ -500,7 +501,8 @@ class RunDirectory:
         """Check every file of the record; return the lines of metrics.jsonl. Raises ConfigError if one is damaged.
 
         resolved.yaml must be the configuration of the run (`refuse_edited_config`). metrics.jsonl must have every step
-        up to the newest checkpoint once, and all configured steps if the run is finished.
+        up to the newest checkpoint once. A finished run must have all configured steps, and eval.parquet unless
+        eval.questions is 0.
         """
         if self.is_claimed:
             self.refuse_edited_config(*checkpoint.newest_config(self.checkpoints))
@@ -556,8 +558,8 @@ def is_run(files: Iterable[str]) -> bool:
 def _parse_yaml(text: str) -> Any:
     """Parse YAML with libyaml where PyYAML has it: eight times as fast, and a report parses the file of every run.
 
-    What libyaml refuses is read again by PyYAML's own parser, which takes the escaped bytes of a path that is not
-    UTF-8. Raises YAMLError if that parser refuses the text too.
+    If libyaml refuses the text, PyYAML's Python parser reads it: this takes the escaped bytes of a path that is not
+    UTF-8. Raises YAMLError if both refuse it.
     """
     if yaml.__with_libyaml__:
         with suppress(yaml.YAMLError):

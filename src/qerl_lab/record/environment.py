@@ -37,7 +37,7 @@ class TypedCommand:
     sweep: str | None = None  # name of the sweep that the run belongs to, from `jobs.sweep_name`; None for a single run
 
     def without_secrets(self) -> "TypedCommand":
-        """Return the same with passwords and tokens replaced by ***."""
+        """Return a copy with passwords and tokens replaced by ***."""
         return replace(self, command=redact(self.command), words=[redact(word) for word in self.words])
 
 
@@ -95,11 +95,12 @@ def _describe_gpus() -> list[dict[str, Any]]:
 def git_state() -> tuple[str, bool]:
     """Return the commit of the checkout that holds this package, and whether files differ from that commit.
 
-    Without a checkout they are the commit that `git archive` wrote into commit.txt, or else "unknown"; and False.
+    Without a checkout the commit is the one that `git archive` wrote into commit.txt, else "unknown", and nothing
+    differs.
     """
     if not _is_checkout():
         file = Path(__file__).parents[1] / "commit.txt"
-        archived = file.read_text().strip() if file.is_file() else "$"  # as git keeps it
+        archived = file.read_text().strip() if file.is_file() else "$"  # "$" marks the unarchived placeholder
         return ("unknown" if "$" in archived else archived), False
     return (_git("rev-parse", "HEAD") or "unknown").strip(), bool(_git("status", "--porcelain"))
 
@@ -121,9 +122,8 @@ def code_hash() -> str:
 def code_diff(module: str | None = None) -> str:
     """Return the text of code.diff: the names of untracked files, then `git diff HEAD`, without passwords and tokens.
 
-    Without a checkout it is a note with the version of the installed package, and that its changes are not known. A
-    `module`, the user's file that task.module names, follows as a new file: no commit has it, and a hash cannot say
-    what was rewarded.
+    Without a checkout a note with the package's version replaces both. The user's file `module` (task.module) is added
+    as a new file unless git tracks it, so that the record shows what was rewarded.
     """
     new_file = _as_new_file(Path(module)) if module else ""
     if not _is_checkout():
@@ -136,7 +136,7 @@ def code_diff(module: str | None = None) -> str:
 
 
 def _as_new_file(file: Path) -> str:
-    """Return a diff that creates `file`, under its name alone; empty if the checkout's git tracks the file."""
+    """Return a diff that creates `file`, named without its folder; empty if the checkout's git tracks the file."""
     if _is_checkout() and _git("ls-files", "--", str(file)):
         return ""
     try:

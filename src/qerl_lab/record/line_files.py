@@ -52,7 +52,7 @@ class LineFile(Generic[T]):
         path, parsed = run_dir / self.name, list[tuple[bytes, int, T]]()
         if not path.exists():
             return parsed
-        with path.open("rb") as file:  # only what is new: the mirror reads after every step
+        with path.open("rb") as file:
             file.seek(offset)
             data = file.read()
         for index, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True)):

@@ -24,7 +24,7 @@ JOURNAL = "journal.json"
 class OutputOptions:
     """Base class for the options of a command that writes a directory `out`.
 
-    `overwrite` is an option of most of them; a command without it, such as the search, replaces nothing.
+    A command without the option `overwrite` replaces nothing.
     """
 
     out: str
@@ -108,7 +108,7 @@ class Unfinished:
     def clear(self) -> None:
         """Delete everything in the unfinished directory, and begin a new journal."""
         for path in self.folder.iterdir():
-            if path.name != JOURNAL:  # which is replaced: without it the next command would take the rest for foreign
+            if path.name != JOURNAL:  # kept until replaced: without it the next command would refuse the directory
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._journal["files"] = {}
         self.note()
@@ -124,7 +124,7 @@ class Unfinished:
         replace_file(self.folder / JOURNAL, json.dumps(self._journal, indent=1).encode() + b"\n")
 
     def hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of every file, by its path within the directory, for the record of the command."""
+        """Return the SHA-256 of every file except the journal, by path within the directory."""
         files = sorted(file for file in self.folder.rglob("*") if file.is_file() and file.name != JOURNAL)
         return {str(file.relative_to(self.folder)): sha256(file) for file in files}
 
