@@ -1,1 +1,1 @@
-"""Mirror the run directory to MLflow."""
+"""Record metrics, and mirror the run directory to MLflow or W&B."""

@@ -94,7 +94,7 @@ class Tracker:
     ) -> None:
         self._directory, self._declared = directory, declared_metrics(parts)
         directory.cut_records(last_step)
-        if cfg.tracking.mlflow or cfg.tracking.wandb or directory.mirror():  # a copy's file needs a key of its own
+        if cfg.tracking.mlflow or cfg.tracking.wandb or directory.mirror():  # a copied directory needs a new key
             directory.note_mirror()
         whole = f"{directory.path / 'metrics.jsonl'} is complete."
         later = f"To fill MLflow later: python -m qerl_lab.tracking resync {shlex.quote(str(directory.path))}"
