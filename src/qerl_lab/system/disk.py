@@ -1,4 +1,4 @@
-"""Write files atomically, also when a process is killed or the disk is full; make directories; take locks; see room."""
+"""Write files atomically, also when a process is killed or the disk is full; make directories; lock; check space."""
 
 import errno
 import fcntl

@@ -55,7 +55,7 @@ def leave(code: int) -> NoReturn:
 
 @atexit.register  # registered before slow imports, because atexit runs the first function last
 def _exit_without_teardown() -> None:
-    """At exit, after a call of `leave`: flush the output and end the process at once."""
+    """Flush the output and end the process at once if `leave` was called. Runs at exit."""
     if _left:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Child processes: variables of a run's ranks, refusals, end with the parent, output of a program."""
+"""Processes: variables and number of a run's ranks, ending with the parent, output of a program."""
 
 import os
 import socket

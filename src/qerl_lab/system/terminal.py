@@ -113,10 +113,9 @@ def quiet_third_parties() -> None:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Context manager around imports of large packages: silence the packages and pause garbage collection.
+    """Context manager around imports of large packages: silence the packages for good, and pause garbage collection.
 
-    Scanning their million objects takes a sixth of the import time. The objects are also left out of later collections,
-    because every training calls `gc.collect()`.
+    Scanning their million objects takes a sixth of the import time. Later collections leave these objects out too.
     """
     gc.disable()
     try:
