@@ -54,10 +54,10 @@ def memory_bytes() -> int | None:
 
 def _memory_limits() -> Iterator[int]:
     """Yield the limit in bytes of each control group of this process that limits memory, and of each above it."""
-    own = re.search(r"^0::/(.*)$", OWN_GROUPS.read_text() if OWN_GROUPS.is_file() else "", re.MULTILINE)
-    if own is not None:
-        group = Path(own[1])
-        # The parents end with the root. A container may see its own group alone, as the root, under the host's path.
+    match = re.search(r"^0::/(.*)$", OWN_GROUPS.read_text() if OWN_GROUPS.is_file() else "", re.MULTILINE)
+    if match is not None:
+        group = Path(match[1])
+        # Up to the root, because a container may have its group mounted there although the path is the host's.
         for name in (group, *group.parents):
             limit = MOUNT / name / LIMIT
             if ".." not in name.parts and limit.is_file() and (size := limit.read_text().strip()).isdigit():

@@ -18,7 +18,7 @@ from qerl_lab.tasks import arithmetic, question_files
 
 
 def check(cfg: RunConfig) -> list[str]:
-    """Return notes to print: on an unfit task, on rows left out, and on settings that ask for too many questions.
+    """Return notes to print: on a task unfit for the model, rows left out, and settings with too many questions.
 
     Counts only questions that are on this machine. Raises ConfigError for a task that is for evaluation only, or too
     few questions to train on or to evaluate.
@@ -58,12 +58,12 @@ def are_questions_here(cfg: RunConfig) -> bool:
 
 @cache
 def _load_task(task: str) -> tasks.Task:
-    """Load a task from its configuration section `task` as JSON. Cached: text can be a key of the cache, a dict not."""
+    """Load a task from its configuration section `task` as JSON. Cached, hence JSON: a dict has no hash."""
     return tasks.load(build_config({"task": json.loads(task)}).task)
 
 
 def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
-    """Check that a run has enough of `train` and `heldout`, the numbers of its training and held-out questions.
+    """Check that `train` training and `heldout` held-out questions are enough for a run.
 
     Returns a note for each setting that asks for more questions than exist. Raises ConfigError if there is none to
     train on, or if an evaluation has fewer than two.
