@@ -108,8 +108,7 @@ def ask_engine(
 ) -> float:
     """Load the engine OWN or COMMON of `chosen` and let it answer (see `answer_missing_parts`).
 
-    Returns the seconds of answering. A function of its own, so that the first policy and engine are freed before the
-    second are built.
+    Returns the seconds of answering. Frees policy and engine on return, before the next engine is built.
     """
     with ExitStack() as stack:
         evaluated = chosen if engine == OWN else stack.enter_context(subject.dequantized_subject(chosen))
@@ -206,7 +205,7 @@ def write_results(
 ) -> None:  # fmt: skip
     """Merge the answers in the folder `unfinished` into eval.parquet, write evaluation.json, and rename the folder.
 
-    `seconds` is the time taken.
+    `seconds` is the time that answering took.
     """
     cfg, folder = chosen.cfg, unfinished.folder
     files = sorted(folder.glob("*-*-*.parquet"))

@@ -215,9 +215,9 @@ def differences(pairs: Pairs, groups: Sequence[Group]) -> Iterator[Difference]:
         measures |= {f"pass@{k}": partial(summary.pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
         if samples > 1 and all("completion" in rows for rows in [*rows_a, *rows_b]):
             measures["answer entropy"] = summary.answer_entropies
-        for measure, of in measures.items():
-            values_a = pd.DataFrame([of(rows) for rows in rows_a])
-            values_b = pd.DataFrame([of(rows) for rows in rows_b])
+        for measure, by_id in measures.items():
+            values_a = pd.DataFrame([by_id(rows) for rows in rows_a])
+            values_b = pd.DataFrame([by_id(rows) for rows in rows_b])
             by_question = (values_b[values_a.columns] - values_a).reset_index(drop=True)
             mean_a, mean_b = float(values_a.to_numpy().mean()), float(values_b.to_numpy().mean())
             yield Difference(benchmark, engine, sampling, measure, mean_a, mean_b, by_question)

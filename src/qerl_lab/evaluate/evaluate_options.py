@@ -132,7 +132,7 @@ def check_model(model: str) -> None:
 
 
 def check_task(spec: str, given: str, example: str) -> None:
-    """Raise ConfigError unless `spec` is a task, NAME or NAME:PATH, and reads its questions from a path if it has one.
+    """Raise ConfigError unless `spec` is the NAME of a task, or NAME:PATH of a task that reads questions from files.
 
     The message quotes `given`, as typed, and proposes `example`.
     """

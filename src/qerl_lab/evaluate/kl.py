@@ -69,8 +69,8 @@ def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -
     """Yield float32 log-probs [at most CHUNK, vocabulary] of `model` at `temperature`, from its `hidden_states`.
 
     The model's own forward computes the logits, because some models scale them after the output layer (Granite) or cap
-    them (Gemma 2). Its backbone runs once, on a dummy token, for the output that this forward reads; then the backbone
-    returns that output with `states` in it.
+    them (Gemma 2). For this the backbone runs once, on a dummy token; in later calls of forward it only returns this
+    output, with a chunk of `states` in it.
     """
     backbone = model.base_model
     token = torch.zeros(1, 1, dtype=torch.long, device=states.device)

@@ -46,8 +46,8 @@ def run(options: SigmaOptions) -> None:
         model, _ = policy.load_base(run_config(texts_options, name), device)
         nats, error = kl.mean_and_error(compare_to_dense(model, texts)[1], texts.lengths)
         print(f"format {name:6}  KL to bf16   {nats:.5f} +- {error:.5f} nats")
-    said = f"{len(options.sigmas)} sigmas of {DRAWS} draws, each about as long as format bf16"
-    print(said, file=sys.stderr, flush=True)
+    notice = f"{len(options.sigmas)} sigmas of {DRAWS} draws, each about as long as format bf16"
+    print(notice, file=sys.stderr, flush=True)
     for sigma in options.sigmas:
         draws = [Noise(sigma, seed=0, step=step, relative=options.relative) for step in range(1, DRAWS + 1)]
         drawn = [compare_noisy_to_clean(texts, draw)[1].mean().item() for draw in draws]

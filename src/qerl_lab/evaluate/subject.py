@@ -36,7 +36,7 @@ LONGEST = 4096  # completion tokens for a model without a run, if its context al
 
 @dataclass(frozen=True)
 class Subject:
-    """What to evaluate. `cfg` loads it and says how to ask it (`eval` and `rollout`)."""
+    """A run or model to evaluate. `cfg` says how to load the model and how to sample (`eval` and `rollout`)."""
 
     description: str  # for the user, e.g. `run DIR, its base alone`
     cfg: RunConfig
@@ -55,8 +55,9 @@ class Subject:
 def resolve_subject(options: AccuracyOptions) -> Subject:
     """Return what to evaluate: the run `options.run` or the model `options.model`.
 
-    Other options that are not None replace the settings of the run. Raises ConfigError if the run or model is missing
-    or does not fit the options, or if prompt and completion can exceed the context of a model on this machine.
+    Other options that are not None replace settings of the run, or the defaults. Raises ConfigError if the run or
+    model is missing or does not fit the options, or if prompt and completion can exceed the context of a model on this
+    machine.
     """
     subject = _resolve_run(options) if options.run else _resolve_model(options)
     cfg = subject.cfg
@@ -139,7 +140,7 @@ def load_policy(subject: Subject) -> Policy:
         torch.set_num_threads(cfg.cpu_threads)
     loaded = policy.build(cfg, policy.device_of(cfg.device), fits_norms=True)
     loaded.chat.day, loaded.chat.key = subject.day, "instruction"
-    loaded.model.requires_grad_(False)  # so that the engine keeps no room for gradients
+    loaded.model.requires_grad_(False)  # so that the engine reserves no memory for gradients
     if subject.adapter is not None:
         policy.load_adapter(loaded.model, subject.adapter)
     return loaded
