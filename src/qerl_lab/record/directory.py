@@ -250,7 +250,7 @@ class RunDirectory:
         try:
             cfg = from_dict(values)
         except ConfigError as error:
-            wrong = str(error).partition(" Type ")[0]  # the rest is of a command line, which is no way to change a run
+            wrong = str(error).partition(" Type ")[0]  # the rest says what to type, which cannot change a run
             raise ConfigError(
                 f"{path}: {wrong} It was edited, or another version of the lab wrote it. {PUT_BACK}"
             ) from None
