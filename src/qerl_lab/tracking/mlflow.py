@@ -131,7 +131,7 @@ class MlflowMirror:
         from mlflow.entities import Param
 
         logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
-        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the tracker prints one line of its own
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the tracker prints one line instead
         uri = mlflow_uri(cfg, directory)
         directory.note_mirror(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store is down
         create_sqlite(uri)
@@ -169,9 +169,9 @@ class MlflowMirror:
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             path = sqlite_file(uri)
-            place = (path.absolute().parent / "mlruns" / quote(name, safe="")).as_uri() if path else None
+            location = (path.absolute().parent / "mlruns" / quote(name, safe="")).as_uri() if path else None
             try:
-                self._client.create_experiment(name, artifact_location=place)
+                self._client.create_experiment(name, artifact_location=location)
             except MlflowException:  # another run of the sweep may have created it
                 if not self._client.get_experiment_by_name(name):
                     raise
