@@ -21,7 +21,7 @@ from qerl_lab.tasks import question_files
 from qerl_lab.tracking.mlflow import check_store_variable
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
-SLOW_ON_A_CPU = TOO_MANY_FOR_A_CPU * 128 * 256  # parameters x tokens of a step, which take as long with a smaller model
+SLOW_ON_A_CPU = TOO_MANY_FOR_A_CPU * 128 * 256  # parameters x tokens of a step: as slow, with a smaller model
 ELSEWHERE = "Type another directory: run_dir=DIR, of a sweep hydra.sweep.dir=DIR, of a copied run resume=COPY."
 RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, rounded up
 NEEDS_GPU = (  # key, value, package, what to type instead
@@ -116,7 +116,7 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
         size = f"has about {count / 1e9:g}B parameters, by its name"
     model_size = f"model.path={cfg.model.path} {size}"
     if not on_gpu and cfg.device == "auto" and count >= TOO_MANY_FOR_A_CPU:
-        values = values_of(cfg)  # without these words the remedy would be refused next
+        values = values_of(cfg)  # else the remedy would be refused next
         also = "".join(f" {remedy}" for key, value, _, remedy in NEEDS_GPU if values[key] == value)
         also += " rollout=transformers" if cfg.rollout.engine == "vllm" else ""
         raise ConfigError(
@@ -176,7 +176,7 @@ def parameters_in_name(hub_id: str) -> int | None:
 
 
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
-    """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints.
+    """Raise ConfigError if the disk lacks space for the model's download or the run's checkpoints.
 
     `folder` is the model's local directory; None for a hub id, or for a GGUF file not yet unpacked.
     """
