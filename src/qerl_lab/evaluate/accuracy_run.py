@@ -90,7 +90,7 @@ def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Seque
     elif chosen.adapter:
         trained = sha256(chosen.adapter / WEIGHTS)
     return {
-        "weights": {"hash": model_hash(local_folder(began.path, began.revision))},  # wherever it was copied to
+        "weights": {"hash": model_hash(local_folder(began.path, began.revision))},  # equal for copies
         "format": cfg.format.name,
         "format_options": asdict(formats.build(cfg.format)) | {"ignore": cfg.format.ignore},
         "lora": [cfg.lora.rank, cfg.lora.alpha],

@@ -83,5 +83,5 @@ def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -
             with torch.no_grad():
                 logits = model(input_ids=token, use_cache=False).logits.squeeze(1)
         finally:
-            del backbone.forward  # the method of its class is back
+            del backbone.forward  # restores the method of its class
         yield (logits.float() / temperature).log_softmax(-1)
