@@ -37,8 +37,8 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Run the command `report`: print a table that compares arms, and write the folder `options.out` if it is given.
 
-    If the reported results have a claims.yaml and that folder has none, the first is copied there, so that the report
-    tests the claims of its results. Raises ConfigError for `bench` without `out`, and as `comparison.read`.
+    Copies the first claims.yaml of the results to `options.out`, unless that folder has one, so that the report tests
+    these claims. Raises ConfigError for `bench` without `out`, and as `comparison.read`.
     """
     from qerl_lab.report import comparison  # pandas and scipy take a second
 
@@ -102,9 +102,9 @@ class VerdictsOptions:
 def verdicts(options: VerdictsOptions) -> None:
     """Run the command `verdicts`: test claims on the runs in `options.sweep`, and print the verdicts.
 
-    The claims are those in the files `options.claims`, or the paper's if none is given. With `options.out` the verdicts
-    are also written there, as verdicts.md. If that replaces the file of another command, the command is printed. Raises
-    ConfigError if no report wrote that file, and as `comparison.read`.
+    The claims are those in the files `options.claims`, or the paper's if none is given. With `options.out` also writes
+    verdicts.md there, and prints the command of the verdicts.md that it replaces, if another. Raises ConfigError if no
+    report wrote the replaced file, and as `claims.read` and `comparison.read`.
     """
     from qerl_lab.report import claims, comparison, verdict_tables
     from qerl_lab.report.verdicts import judge

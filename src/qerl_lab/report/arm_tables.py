@@ -38,27 +38,27 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
 def _accuracy_table(comparison: Comparison, baseline: str | None) -> Table:
     """Build the table of held-out accuracy: `accuracy_rows`, pass@n, and the accuracies of the paper's Table 1.
 
-    An arm that is in Table 1 too gets the name of its row there, and the accuracies at 3B and 7B.
+    An arm that is in Table 1 gets the name of its row in that table, and the accuracies at 3B and 7B.
     """
-    beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
+    row_of_arm = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
     rows = accuracy_rows(comparison, baseline)
-    rows[0] += ["pass@n after", *(["as in Table 1", "3B there", "7B there"] if beside else [])]
+    rows[0] += ["pass@n after", *(["as in Table 1", "3B there", "7B there"] if row_of_arm else [])]
     for row, (arm, runs) in zip(rows[1:], comparison.arms.items(), strict=True):
         try:
             row.append(seeds_cell(MEASURES["pass_after"].of(runs, runs), stats.SHARE))
         except Unmeasured:  # one sample a question, or no evaluation
             row.append(NONE)
-        if arm in beside:
-            method, weight_format = beside[arm]
+        if arm in row_of_arm:
+            method, weight_format = row_of_arm[arm]
             row.append(f"{method}, {weight_format}")
             for size in ("3B", "7B"):
                 model = {"model": f"Qwen2.5-{size}-Instruct", "method": method, "weight_format": weight_format}
-                there = reference.select_row({"table": "Table 1", "metric": "accuracy"} | model)
-                row.append(f"{there['number'] / 100:.3f}")
+                printed = reference.select_row({"table": "Table 1", "metric": "accuracy"} | model)
+                row.append(f"{printed['number'] / 100:.3f}")
         row += [NONE] * (len(rows[0]) - len(row))
     rows, empty = without_empty_columns(rows, 2)
     title, of_paper = "Held-out accuracy", ""
-    if beside:
+    if row_of_arm:
         title += ", as in the paper's Table 1"
         of_paper = "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. "
     asked = sorted({len(run.accuracy["after"]) for runs in comparison.arms.values() for run in runs if run.accuracy})
@@ -80,8 +80,8 @@ def _entropy_table(comparison: Comparison) -> Table:
     Further columns are the ratio of the two, the metrics `ENTROPIES` over the first tenth, and the paper's entropy
     (Figure 5) for arms that are in its Table 1.
     """
-    beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
-    of_paper = ["Figure 5, 7B"] if beside else []
+    row_of_arm = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
+    of_paper = ["Figure 5, 7B"] if row_of_arm else []
     rows = [["arm", "first tenth of the steps", "last tenth", "last / first", COLLAPSED, *ENTROPIES, *of_paper]]
     for arm, runs in comparison.arms.items():
         first, last = (_by_seed(runs, f"entropy_{when}") for when in ("first", "last"))
@@ -100,8 +100,8 @@ def _entropy_table(comparison: Comparison) -> Table:
                 row.append(seeds_cell(pd.Series(means).to_frame(), stats.NATS))
             else:
                 row.append(NONE)
-        if arm in beside:
-            line = "BF16/Float16" if beside[arm][1] == "BF16" else beside[arm][1]
+        if arm in row_of_arm:
+            line = "BF16/Float16" if row_of_arm[arm][1] == "BF16" else row_of_arm[arm][1]
             of_line = {"table": "Figure 5", "weight_format": line, "setting": reference.EIGHT_STEPS}
             row.append(f"{reference.select_row(of_line)['number']:.3f}")
         rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])
@@ -114,16 +114,16 @@ def _entropy_table(comparison: Comparison) -> Table:
     if COLLAPSED not in empty:
         about += f" A run has collapsed if its right answers in the last tenth of the steps are below {FALLEN:.0%} of "
         about += "those in its best tenth; the share has a Wilson interval."
-    if beside:
+    if row_of_arm:
         title += ", as in the paper's Figure 5"
         about += " Paper: mean of its curve over steps 0 to 8, read from the figure (+-0.004)."
     return Table(title, about, rows)
 
 
 def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
-    """Tabulate tokens/s, shares of time by phase, peak memory and seconds a run of each arm.
+    """Tabulate tokens/s, shares of time by phase, peak memory (GiB) and seconds a run of each arm.
 
-    Beside them stand the ratios of tokens/s to the arm `baseline`, seed by seed.
+    Adds ratios of tokens/s to the arm `baseline`, seed by seed. Arms that shared a machine have only memory.
     """
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip

@@ -15,7 +15,7 @@ from qerl_lab.report.runs import ABSENT, Arm, Run, normalize
 
 NO_EXPERIMENT = RunConfig().experiment
 CHOICES = ("algorithm", "aqn")  # groups of conf/ in which one choice sets several keys
-OF_A_SCALE = 4  # from as many keys on that follow from the scale a label names the scale in place of them
+OF_A_SCALE = 4  # a label names the scale instead of the keys that follow from it if there are at least so many
 LONGEST = 48  # most characters of a value in a label; the longest path to the embedded model has 41
 
 
@@ -31,9 +31,9 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     1. Runs with equal questions get the path that comes first in `runs`.
     2. If runs with equal `task.*` settings had different questions, a hash of the questions is added to each path.
 
-    Questions are equal if the SHA-256 of training and held-out questions are. Older records lack them: a missing one of
-    the held-out questions is taken from runs with the same training questions, two missing ones from runs with the same
-    path, unless these runs disagree. A run with unknown questions keeps its path.
+    Questions are equal if the SHA-256 of training and held-out questions are. Older records lack them. If
+    only the held-out hash is missing, it is taken from runs with the same training questions; if both are missing, from
+    runs with the same path, unless these runs disagree. A run with unknown questions keeps its path.
     """
     tasks = [{key: text for key, text in run.settings.items() if key.startswith("task.")} for run in runs]
     table = pd.DataFrame({
@@ -51,8 +51,8 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     hashes = known["asked"].map(lambda asked: hashlib.sha256(asked.encode()).hexdigest()[:6])
     paths = paths.where(~is_ambiguous, paths + " #" + hashes)
     return [
-        replace(run, settings={**run.settings, "task.path": paths[place]}) if place in paths.index else run
-        for place, run in enumerate(runs)
+        replace(run, settings={**run.settings, "task.path": paths[index]}) if index in paths.index else run
+        for index, run in enumerate(runs)
     ]
 
 
@@ -76,8 +76,8 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
     for run in runs:
         if run.value("device") == "auto":
             kinds = (replace(run, settings=normalize({**run.settings, "device": kind})) for kind in ("cpu", "cuda"))
-            there = [moved for moved in kinds if moved.arm in known]
-            run = there[0] if len(there) == 1 else run
+            fitting = [moved for moved in kinds if moved.arm in known]
+            run = fitting[0] if len(fitting) == 1 else run
         found.append(run)
     return found
 
@@ -85,7 +85,7 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
 def run_key(run: Run) -> tuple[object, ...]:
     """Return a key that is equal for all records of one run, on any machine: arm, seed and start time.
 
-    If the start time is not recorded, the run's name stands in its place.
+    The run's name replaces a start time that is not recorded.
     """
     return run.arm, run.seed, run.origin.began or run.name
 
@@ -152,9 +152,9 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
     path is redundant if all hashes are known and equal.
     """
     pairs = {(run.value("model.path"), run.value("model.hash")) for run in runs}
-    places, contents = ({pair[n] for pair in pairs} for n in (0, 1))
-    redundant = "model.path" if len(contents) == 1 and ABSENT not in contents else None
-    if len(places) == len(contents) == len(pairs):
+    paths, hashes = ({pair[n] for pair in pairs} for n in (0, 1))
+    redundant = "model.path" if len(hashes) == 1 and ABSENT not in hashes else None
+    if len(paths) == len(hashes) == len(pairs):
         redundant = "model.hash"
     known = sorted({key for run in runs for key in run.settings} - {redundant})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
@@ -239,8 +239,8 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
 def _format_module(run: Run, runs: Sequence[Run]) -> str:
     """Format the user's file of a run as `task.module=FILE.py`, with its hash if files of that name differ in `runs`.
 
-    A file may have several names, one in each folder that it was copied to; the first by alphabet counts. A run without
-    a file gets `task.module=None`, a run of older results, which lack the name, the hash alone.
+    If copies of a file have several names, the first by alphabet counts. Without a file the text is `task.module=None`;
+    in older results, which lack the name, it is the hash alone.
     """
     own_hash = run.value("task.module_hash")
     if own_hash == "None":
@@ -253,10 +253,7 @@ def _format_module(run: Run, runs: Sequence[Run]) -> str:
 
 
 def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the `task.*` keys that have the same value in all runs of one task, so that task.name implies them.
-
-    `settings` holds the settings of each run.
-    """
+    """Return the `task.*` keys that have the same value in all runs of one task, so that task.name implies them."""
     names = {of_run.get("task.name") for of_run in settings}
     keys = {key for of_run in settings for key in of_run if key.startswith("task.") and key != "task.name"}
     pairs_of = {key: {(of_run.get("task.name"), of_run.get(key)) for of_run in settings} for key in keys}
@@ -287,8 +284,8 @@ def shorten(value: str) -> str:
     """
     if len(value) <= LONGEST:
         return value
-    mark, room = hashlib.sha256(value.encode()).hexdigest()[:6], LONGEST - 12
-    return f"{value[:room].rstrip()}... #{mark}" if " " in value else f"...{value[-room:]} #{mark}"
+    mark, kept = hashlib.sha256(value.encode()).hexdigest()[:6], LONGEST - 12
+    return f"{value[:kept].rstrip()}... #{mark}" if " " in value else f"...{value[-kept:]} #{mark}"
 
 
 def number_first(text: str) -> tuple[bool, float, str]:

@@ -107,7 +107,7 @@ def measured(result: Result) -> pd.DataFrame:
 
 
 def mark_baseline(arms: pd.Series, may_be: pd.Series) -> pd.Series:
-    """Choose the baseline among the arms that may be it; return a boolean Series that marks the rows of this arm.
+    """Choose the baseline among candidate arms; return a boolean Series that marks its rows.
 
     `arms` names the arm of each row, `may_be` marks the rows of the candidates. The baseline is the candidate without
     overrides (KEY=VALUE after its name), or if there is none the first candidate.

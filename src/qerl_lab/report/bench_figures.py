@@ -82,7 +82,7 @@ def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> 
 
 
 def _draw_step_times(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> Figure:
-    """Draw the seconds of a step: a bar per arm, split by phase, or in a color of its own if no phase was timed.
+    """Draw the seconds of a step: a bar per arm, split by phase, or grey if no phase was timed.
 
     Phases are scaled to add up to the step, because their medians do not.
     """
@@ -92,7 +92,7 @@ def _draw_step_times(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -
     parts[NOT_SPLIT] = rows["step_seconds"] - parts.sum(axis=1)
     colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {NOT_SPLIT: {"color": "0.8"}}
     ragged = ""
-    if options.get("mean_tokens"):  # the arms sample lengths of their own, so seconds alone compare unequal work
+    if options.get("mean_tokens"):  # arms sample different lengths, so seconds alone compare unequal work
         ragged = f", mean_tokens={options['mean_tokens']:g}"
         parts.index = [f"{arm}: {tokens:,.0f} tokens" for arm, tokens in rows["tokens"].items()]
     asked = f"{options['groups']} x {options['group_size']} completions of at most {options['new']:,} tokens{ragged}"
@@ -131,11 +131,11 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
         for part in parts:
             if parts[part].max() > VISIBLE * total.max():
                 axis.barh(arms, parts[part], left=ends[part] - parts[part], height=0.6, label=part, **looks[part])
-        for place, end in enumerate(total):
+        for row, end in enumerate(total):
             text = ""
             if end:
                 text = f"{end:,.0f}" if end >= 100 else f"{end:.1f}"
-            axis.annotate(text, (end, place), (3, 0), textcoords="offset points", fontsize=8, va="center")
+            axis.annotate(text, (end, row), (3, 0), textcoords="offset points", fontsize=8, va="center")
         axis.set(xlabel=label, xlim=(0, 1.18 * total.max()))
         axis.grid(visible=False, axis="y")
         axis.locator_params(axis="x", nbins=5)  # more labels run into those of the next panel

@@ -226,7 +226,7 @@ def text(comparison: Comparison, baseline: str | None) -> str:
 
 
 def describe_no_baseline(comparison: Comparison, baseline: str | None) -> str:
-    """Say that no arm or several arms are the default baseline, and what to type; a label may need shell quotes.
+    """Say that no arm or several arms are the default baseline, and what to type to choose one.
 
     The text is empty if there is a baseline, or only one arm.
     """

@@ -132,16 +132,16 @@ def draw(
 def _panels(arms: Sequence[str], styles: Mapping[str, Mapping[str, Any]], most: int) -> list[Sequence[str]]:
     """Distribute sorted arms over panels: all in one if they are at most `most`, else a panel per weight format.
 
-    A format with more than `most` arms gets a panel per pair of arms. So do all arms together if they have one format,
-    or each its own. An odd arm comes first, because a pair from the end is usually an arm with and without noise.
+    A format with more than `most` arms gets a panel per pair of arms. If all arms have one format, or no two have the
+    same, the pairs are of all arms. A single arm comes first: later pairs are usually an arm with and without noise.
     """
     if len(arms) <= most:
         return [arms]
-    by_color: dict[str, list[str]] = {}  # arms of one format may be apart: labels begin with the key first by name
+    by_color: dict[str, list[str]] = {}  # the order of labels may separate arms of one format
     for arm in arms:
         by_color.setdefault(styles[arm]["color"], []).append(arm)
     formats: list[Sequence[str]] = [*by_color.values()]
-    are_formats = len(by_color.keys() & {*palette.FORMATS.values()}) > 1  # else the colors of one format's arms
+    are_formats = len(by_color.keys() & {*palette.FORMATS.values()}) > 1  # else colors tell apart arms of one format
     if not are_formats or len(formats) == len(arms):
         formats = [arms]
     panels = list[Sequence[str]]()
@@ -166,7 +166,6 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
             found.setdefault(rest, {}).setdefault(settings["format.name"], label)
     several = [(rest, formats) for rest, formats in found.items() if len(formats) > 1]
     counts = {label: len(runs) for label, runs in comparison.arms.items()}
-    # A page shows the first few.
     several.sort(key=lambda group: (len(group[1]), sum(counts[label] for label in group[1].values())), reverse=True)
     shared = set.intersection(*(set(rest) for rest, _ in several)) if several else set()
     titled = dict[str, dict[str, str]]()
@@ -206,12 +205,12 @@ def _limit_y_axis(axis: Axes, chosen: Values, curve: Curve) -> None:
     The axis of lines also ends at most a quarter of the values' range beyond the values, because wide bands would
     flatten the lines.
     """
-    values, room = pd.concat([values for own in chosen.values() for values in own]), math.inf
+    values, margin = pd.concat([values for own in chosen.values() for values in own]), math.inf
     if _is_line(chosen, curve):
-        room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
+        margin = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
     (low, high), (least, most) = axis.get_ylim(), curve.bounds
-    low = 0 if curve.from_zero else max(low, values.min() - room, least)
-    axis.set_ylim(low, min(high, values.max() + room, most))
+    low = 0 if curve.from_zero else max(low, values.min() - margin, least)
+    axis.set_ylim(low, min(high, values.max() + margin, most))
 
 
 def _draw_panel(
@@ -220,7 +219,8 @@ def _draw_panel(
 ) -> None:  # fmt: skip
     """Draw the arms of `labels` (arm -> legend text) as lines, or as points if measured only before and after training.
 
-    `chosen` has the values of all panels, `arms` the runs. `show_seeds` adds the single seeds of each arm.
+    `chosen` has the values of all panels, `arms` the runs. `by` is the x axis, `unit` its label. `show_seeds` adds the
+    single seeds of each arm.
     """
     is_line = _is_line(chosen, curve)
     for number, (arm, label) in enumerate(labels.items()):
@@ -243,7 +243,7 @@ def _draw_panel(
 
 
 def _is_line(chosen: Values, curve: Curve) -> bool:
-    """Tell whether to draw a metric as lines. Points do if it was measured only before and after training."""
+    """Tell whether to draw lines; a metric measured only before and after training is drawn as points."""
     return max(len(values) for own in chosen.values() for values in own) > 2 or not curve.metric.startswith("eval/")
 
 
@@ -254,8 +254,7 @@ def _draw_two_points(
     """Draw the mean of an arm before and after training, with 95% intervals; a thin dotted line joins the two.
 
     Held-out accuracy has the interval of the tables, which leave out questions that a seed was not asked; other metrics
-    have one over seeds. The x axis is that of `series`, averaged; or with `beside` the points are at `beside` and 1
-    further.
+    have one over seeds. The points are at x = `beside` and `beside` + 1; with None, at the mean x of `series`.
     """
     x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
     for is_after in (False, True):

@@ -55,9 +55,9 @@ def draw_passes(comparison: Comparison) -> Figure | None:
     if not passes:
         return None
     figure, axis, looks = _create_panel(comparison)
-    for place, (arm, by_k) in enumerate(passes.items()):
+    for index, (arm, by_k) in enumerate(passes.items()):
         k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
-        x = k * (1 + 0.02 * (place - (len(passes) - 1) / 2))  # offset, so that intervals do not overlap
+        x = k * (1 + 0.02 * (index - (len(passes) - 1) / 2))  # offset, so that intervals do not overlap
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, **looks[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(samples) for samples in k])
@@ -81,8 +81,8 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
         return None
     figure, axis, looks = _create_panel(comparison)
     axis.locator_params(nbins=5)
-    for arm, own in table.groupby("arm", sort=False):
-        axis.plot(own["entropy"], own["gain"], **looks[str(arm)] | {"linestyle": ""})
+    for arm, of_arm in table.groupby("arm", sort=False):
+        axis.plot(of_arm["entropy"], of_arm["gain"], **looks[str(arm)] | {"linestyle": ""})
     axis.set(title="Initial entropy and gain of a run", xlabel="policy entropy, first tenth of the steps (nats)",
              ylabel="gain in held-out accuracy")  # fmt: skip
     add_panel_legend(axis)
@@ -107,7 +107,7 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
     has numbers.
     """
     measured = [row for row in rows if row.numbers]
-    panels = [list(own) for _, own in groupby(measured, lambda row: row.claim.name)]  # the rows of a claim each
+    panels = [list(own) for _, own in groupby(measured, lambda row: row.claim.name)]
     if not panels:
         return None
     across = min(PANELS_ACROSS, len(panels))
@@ -121,7 +121,7 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         axis.set_ylim(0.5 - tallest[number // across], 0.5)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    marks = [  # of the legend: those that occur
+    marks = [  # in the legend
         Line2D([], [], color="black", marker="o", label="measured, 95% interval"),
         Line2D([], [], **SMALLEST, label="smallest effect that matters"),
     ]

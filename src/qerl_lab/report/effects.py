@@ -59,7 +59,7 @@ class Side:
 class Pair(NamedTuple):
     """The two sides of a contrast, which share the settings `context`.
 
-    Beside the contrast's own settings only the claim's `free` keys and its swept key may differ.
+    Apart from the contrast's settings only the claim's `free` keys and swept key may differ.
     """
 
     treated: Side
@@ -91,8 +91,8 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
             differences.append({key for key, _ in {*context} ^ {*other_context}})
     if not pairs:
         nearest = min(differences, key=len)
-        said = "no two arms are equal but for what is compared: the nearest two differ in"
-        raise Unmeasured(f"{said} {', '.join(sorted(nearest))}")
+        problem = "no two arms are equal but for what is compared: the nearest two differ in"
+        raise Unmeasured(f"{problem} {', '.join(sorted(nearest))}")
     return pairs
 
 

@@ -39,7 +39,7 @@ from qerl_lab.system.terminal import format_path
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}  # x axis -> end of the file name
-# Files that a report may write, or an older version wrote, and removes if an earlier one left them.
+# Files that only some reports or older versions write; a new report deletes those of an earlier one.
 OPTIONAL = ("verdicts.json", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
             "figures/entropy-and-gain.png", "figures/effects.png")  # fmt: skip
 

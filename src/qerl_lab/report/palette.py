@@ -74,11 +74,11 @@ def styles(formats: Mapping[str, str], hollow: Collection[str] | None = None) ->
     first of each format.
     """
     colors, found, arms_of_format = _colors(formats), {}, Counter[str]()
-    for place, (arm, weight_format) in enumerate(formats.items()):
+    for index, (arm, weight_format) in enumerate(formats.items()):
         number = arms_of_format[weight_format]  # arms of this format so far
         arms_of_format[weight_format] += 1
         is_hollow = number > 0 if hollow is None else arm in hollow
-        looks = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[place % len(MARKERS)]}
+        looks = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[index % len(MARKERS)]}
         found[arm] = {"color": colors[arm], **looks, "markerfacecolor": "white" if is_hollow else colors[arm]}
     return found
 
@@ -86,8 +86,8 @@ def styles(formats: Mapping[str, str], hollow: Collection[str] | None = None) ->
 def _colors(formats: Mapping[str, str]) -> dict[str, str]:
     """Choose the color of each arm: the color of its weight format, which arms of one format share.
 
-    If all arms have one format, an arm that names a schedule of `SCHEDULES` has the color of the schedule. Of the
-    others the first has the color of the format, and the rest have colors of `OTHERS`.
+    If all arms have one format, an arm that names a schedule of `SCHEDULES` has the color of the schedule. The
+    first of the other arms has the color of the format, and the rest have colors of `OTHERS`.
     """
     if len(set(formats.values())) > 1:
         return {arm: color(weight_format) for arm, weight_format in formats.items()}
@@ -152,7 +152,7 @@ def with_fewer_colors(png: bytes) -> bytes:
     packed, color_of_pixel, counts = np.unique(packed, return_inverse=True, return_counts=True)
     colors = np.stack([packed >> 16, packed >> 8 & 255, packed & 255], axis=1)
     kept = colors[np.argsort(-counts, kind="stable")[:128]]
-    nearest = ((kept**2).sum(1) - 2 * colors @ kept.T).argmin(1)  # squared distance less |color|^2, which is the same
+    nearest = ((kept**2).sum(1) - 2 * colors @ kept.T).argmin(1)  # squared distance less |color|^2, which all share
     small = Image.fromarray(nearest[color_of_pixel].reshape(pixels.shape[:2]).astype(np.uint8), mode="P")
     small.putpalette(kept.astype(np.uint8).tobytes())
     written = io.BytesIO()

@@ -45,14 +45,14 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
     for number, (name, unit, lines) in enumerate(panels):
         is_alone = number == len(panels) - 1 and number % 2 == 0
         axis = figure.add_subplot(grid[number // 2, :] if is_alone else grid[number // 2, number % 2])
-        for place, (metric, label) in enumerate(lines):
-            shade = f"C{(place - 1) % 6 + 1}" if place else palette.color(weight_format)
+        for index, (metric, label) in enumerate(lines):
+            shade = f"C{(index - 1) % 6 + 1}" if index else palette.color(weight_format)
             label = label.replace("$", r"\$")  # the user names parts of the reward: `$` would begin a formula
-            axis.plot(training.index, training[metric], label=label, color=shade, ls=("-", "--", ":", "-.")[place % 4])
-        room = 1.2 + 0.12 * ((len(lines) - 1) // MOST_IN_ROW)  # for the legend
+            axis.plot(training.index, training[metric], label=label, color=shade, ls=("-", "--", ":", "-.")[index % 4])
+        headroom = 1.2 + 0.12 * ((len(lines) - 1) // MOST_IN_ROW)  # for the legend
         lowest = min(0, *(training[metric].min() for metric, _ in lines))  # a part may be a punishment
         height = max(0, axis.get_ylim()[1]) - lowest
-        axis.set(title=name, xlabel="step", ylabel=unit, ylim=(1.05 * lowest, lowest + room * height))
+        axis.set(title=name, xlabel="step", ylabel=unit, ylim=(1.05 * lowest, lowest + headroom * height))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
         axis.yaxis.set_major_formatter(format_tick)
         axis.legend(loc="upper left", ncols=min(len(lines), MOST_IN_ROW))
@@ -90,10 +90,7 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], path: Path) -> Non
 
 @styled()
 def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot the values that a weight can take, in a row per format, in units of the largest weight in its block.
-
-    `values` maps a format to these values.
-    """
+    """Plot the values that a weight can take, in a row per format, in units of the largest weight in its block."""
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)))
     for row, (name, levels) in enumerate(values.items()):
         axis.plot(levels, [row] * len(levels), "|", ms=16, mew=1.8, color=palette.color(name, row))
@@ -105,10 +102,7 @@ def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
 
 @styled()
 def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot a histogram per format of the ratio stored / exact for the largest weight of each block.
-
-    `stored` maps a format to these ratios.
-    """
+    """Plot a histogram per format of the ratio stored / exact for the largest weight of each block."""
     figure, axes = plt.subplots(1, len(stored), figsize=(3 * len(stored), 2.6), sharex=True, squeeze=False)
     for number, (axis, (name, ratios)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
         axis.hist(ratios, bins=40, range=(0.75, 1.25), color=palette.color(name, number))

@@ -42,7 +42,7 @@ def is_plain(run: Run) -> bool:
 def paper_numbers() -> pd.DataFrame:
     """Tabulate the numbers of the paper, a row each: the rows of paper.csv, and two means of every digitized curve.
 
-    The means are over `EIGHT_STEPS` and over `LAST_TENTH`. `number` is the text `value` as a float, nan if it is none.
+    The means are over `EIGHT_STEPS` and over `LAST_TENTH`. `number` is `value` as a float, nan if it is no number.
     """
     rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
     rows = rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
@@ -82,13 +82,13 @@ def curves() -> pd.DataFrame:
 def select_row(where: Mapping[str, str]) -> pd.Series:
     """Return the row of `paper_numbers` with the column values `where`, such as `{"metric": "accuracy"}`.
 
-    In the column `setting` a part of the text is enough. Raises KeyError unless exactly one row has these values, and
-    in it a number.
+    In the column `setting` a part of the text is enough. Raises KeyError unless exactly one row has these values and a
+    number.
     """
     rows = paper_numbers()
     for column, wanted in where.items():
-        is_it = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted
-        rows = rows[is_it]
+        matches = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted
+        rows = rows[matches]
     if len(rows) != 1 or math.isnan(rows["number"].iloc[0]):
         raise KeyError(f"{len(rows)} numbers of the paper have {where}; one is needed")
     return rows.iloc[0]

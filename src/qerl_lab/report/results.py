@@ -149,7 +149,7 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
 
 
 def from_tables(tables: Tables) -> tuple[list[Run], dict[str, str]]:
-    """Rebuild what `read` returns. Raises KeyError or ValueError for tables that `to_tables` did not make."""
+    """Rebuild what `read` returns from its tables. Raises KeyError or ValueError for tables not made by `to_tables`."""
     steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables[STEPS].groupby("run")}
     phases: dict[str, dict[str, pd.DataFrame]] = {}
     for (run, phase), rows in tables[QUESTIONS].groupby(["run", "phase"], sort=False):

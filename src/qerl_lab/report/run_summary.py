@@ -14,8 +14,8 @@ from qerl_lab.report import runs
 from qerl_lab.report.stats import format_interval
 from qerl_lab.system import terminal
 
-OF_FEW_RUNS = {"reward": "grading", "probe": "measuring noise"}  # phases, in words, that take little of most runs
-LEAST_SHARE = 0.05  # of the time, for a phase of few runs to be named
+OF_FEW_RUNS = {"reward": "grading", "probe": "measuring noise"}  # phase that most runs spend little in -> its text
+LEAST_SHARE = 0.05  # smallest share of the time at which such a phase is named
 
 
 def closing(result: dict[str, Any], steps: pd.DataFrame) -> str:
@@ -93,6 +93,6 @@ def next_steps(run_dir: Path) -> str:
         f"{line}.tools.samples {here}",
         f"{line}.report {here} {shell_override('out', f'results/{run_dir.name}')}",
     ]
-    if not (run_dir / "model").is_dir():  # a model trained with lora=full needs no export
+    if not (run_dir / "model").is_dir():
         lines.append(f"{line}.tools.export {here} {shell_override('out', f'exports/{run_dir.name}')}")
     return "\n".join(lines)

@@ -128,9 +128,9 @@ def run_from(
     experiment = RENAMED.get(values["experiment"], values["experiment"])
     if device == "auto" and metrics:  # the first GPU if torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
-    own = normalize(dict(values) | {"device": device})
-    keys = keys_of_arm(own) | {"device"}
-    settings = {key: value for key, value in own.items() if key in keys}
+    normalized = normalize(dict(values) | {"device": device})
+    keys = keys_of_arm(normalized) | {"device"}
+    settings = {key: value for key, value in normalized.items() if key in keys}
     if settings.get("model.hash") == "None":  # older records lack the key, which means the same
         del settings["model.hash"]
     return Run(
@@ -146,10 +146,10 @@ def normalize(settings: Mapping[str, str]) -> dict[str, str]:
     and options that the run ignores (`drop_idle_options`). With device=cpu optim.packing=off becomes auto, which does
     the same.
     """
-    own = drop_idle_options(fill_added_keys(settings))
-    if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
-        own["optim.packing"] = "auto"
-    return own
+    translated = drop_idle_options(fill_added_keys(settings))
+    if translated["device"] == "cpu" and translated.get("optim.packing") == "off":  # `auto` packs on GPUs only
+        translated["optim.packing"] = "auto"
+    return translated
 
 
 def code_version(git_sha: str | None, dirty: bool | None) -> str:
@@ -180,7 +180,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     first = sessions[0] if sessions else {}
     data = first.get("data", {})
     gpus = [gpu["uuid"] for session in sessions for gpu in session.get("gpus", []) if "uuid" in gpu]
-    is_of_sweep = any(session.get("sweep") for session in sessions)  # of a single run the command counts, as typed
+    is_of_sweep = any(session.get("sweep") for session in sessions)  # a single run has jobs=N in its command, if typed
     wanted = ("scale", "jobs", "jobs_per_gpu") if is_of_sweep else ("scale",)
     configured = {key: values[key] for key in wanted if key in values}
     if values.get("task.module_hash", "None") != "None":

@@ -64,7 +64,7 @@ def variance_components(values_S_Q: np.ndarray, floored: bool = False) -> tuple[
     """Return (variance of seeds' means, variance of questions) of values[seeds, questions], by analysis of variance.
 
     The variance of questions is at least 0, and 0 for a single question. With `floored` the variance of seeds' means is
-    at least what the answers' own noise gives it, because the means of a few seeds may agree by luck.
+    at least the part that is due to noise of the answers, because the means of a few seeds may agree by luck.
     """
     values = np.asarray(values_S_Q, float)
     seeds, questions = values.shape
@@ -78,9 +78,9 @@ def variance_components(values_S_Q: np.ndarray, floored: bool = False) -> tuple[
 
 
 def jackknife(without_S: np.ndarray) -> float:
-    """Return the variance of seeds' means if seeds may depend on each other, from means measured without each seed.
+    """Return the variance of seeds' means by the jackknife, for seeds that may depend on each other.
 
-    Divided by the number of seeds it is the variance of the mean. For independent seeds it is the variance of
+    `without_S` has for each seed the mean measured without it. For independent seeds the result is that of
     `variance_components`.
     """
     return (len(without_S) - 1) ** 2 * float(without_S.var(ddof=1))

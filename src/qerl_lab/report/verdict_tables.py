@@ -96,13 +96,13 @@ def _basis(rows: Sequence[Row]) -> list[str]:
     """Return paragraphs on what the verdicts rest on: numbers of tests, claims files, conditions of the runs."""
     texts = [families(rows)]
     for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
-        own = [row for row in rows if row.claim.file == file and row.numbers]
-        before = f"{sum(row.is_registered for row in own)} of {len(own)} measured contrasts"
+        own_rows = [row for row in rows if row.claim.file == file and row.numbers]
+        before = f"{sum(row.is_registered for row in own_rows)} of {len(own_rows)} measured contrasts"
         texts.append(
             f"Claims: {file.path}, SHA-256 {file.sha256[:12]}, first committed {file.committed}. Preregistered, which "
             f"means that all of their runs record this hash: {before}."
         )
-        later = dict.fromkeys(f"{row.claim.name} ({row.claim.added})" for row in own if row.claim.added)
+        later = dict.fromkeys(f"{row.claim.name} ({row.claim.added})" for row in own_rows if row.claim.added)
         texts += [f"Added later: {', '.join(later)}."] if later else []
         texts += [f"Planned analysis: {file.analysis}"] if file.analysis else []
     if letters := _letters(rows):
