@@ -137,9 +137,9 @@ def newest_config(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def set_damaged_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints after `step`, which must be damaged, so that no reader finds them.
+    """Rename the checkpoints of steps after `step`, so that no reader finds them: they must be damaged.
 
-    `step` is the one from which the run resumes, 0 for none. The next `save` deletes the renamed ones.
+    The run resumes from `step`, or with 0 from no checkpoint. The next `save` deletes the renamed ones.
     """
     for path in _step_folders(folder):
         if _step_of(path) > step:

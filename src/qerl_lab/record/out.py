@@ -22,10 +22,7 @@ JOURNAL = "journal.json"
 
 
 class OutputOptions:
-    """Base class for the options of a command that writes a directory `out`.
-
-    A command without the option `overwrite` replaces nothing.
-    """
+    """Base class for options of a command that writes a directory `out`, replacing an existing one if `overwrite`."""
 
     out: str
     overwrite: bool = False
