@@ -68,7 +68,7 @@ def ask_questions(
 def evaluate(
     engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = do_nothing
 ) -> pd.DataFrame:
-    """Sample and grade `samples` answers to each held-out question of a task with an index in `part`.
+    """Sample and grade `samples` answers to each held-out question at the indices `part`.
 
     Returns rows as `ask_questions` does. `cfg` is the configuration of the training run. Uses the engine's current
     weights. The sampling seed is a hash of `cfg.seed` alone: all evaluations of a run, and all runs with the same seed,

@@ -26,7 +26,7 @@ _RAMP = 4096  # weights from -largest to largest that are rounded to list a bloc
 
 
 def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float]:
-    """Return, sorted, every value that a format can store in a block whose largest magnitude is `largest`."""
+    """Return, sorted, every value that a format can store in a block with the largest magnitude `largest`."""
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
     others = (weight_format.BLOCK or 256) - 1
     ramp = torch.linspace(-largest, largest, others * math.ceil(_RAMP / others)).view(-1, others)
