@@ -31,8 +31,8 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     1. Runs with equal questions get the path that comes first in `runs`.
     2. If runs with equal `task.*` settings had different questions, a hash of the questions is added to each path.
 
-    Questions are equal if the SHA-256 of training and held-out questions are. Older records lack them. If
-    only the held-out hash is missing, it is taken from runs with the same training questions; if both are missing, from
+    Questions are equal if the SHA-256 of training and held-out questions are. Older records lack them. A
+    missing held-out hash is taken from runs with the same training questions; if both are missing, they are taken from
     runs with the same path, unless these runs disagree. A run with unknown questions keeps its path.
     """
     tasks = [{key: text for key, text in run.settings.items() if key.startswith("task.")} for run in runs]

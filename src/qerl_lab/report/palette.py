@@ -86,8 +86,8 @@ def styles(formats: Mapping[str, str], hollow: Collection[str] | None = None) ->
 def _colors(formats: Mapping[str, str]) -> dict[str, str]:
     """Choose the color of each arm: the color of its weight format, which arms of one format share.
 
-    If all arms have one format, an arm that names a schedule of `SCHEDULES` has the color of the schedule. The
-    first of the other arms has the color of the format, and the rest have colors of `OTHERS`.
+    If all arms have one format, an arm that names a schedule of `SCHEDULES` has the color of the schedule. The first
+    of the other arms has the color of the format, and the rest have colors of `OTHERS`.
     """
     if len(set(formats.values())) > 1:
         return {arm: color(weight_format) for arm, weight_format in formats.items()}

@@ -80,8 +80,8 @@ def variance_components(values_S_Q: np.ndarray, floored: bool = False) -> tuple[
 def jackknife(without_S: np.ndarray) -> float:
     """Return the variance of seeds' means by the jackknife, for seeds that may depend on each other.
 
-    `without_S` has for each seed the mean measured without it. For independent seeds the result is that of
-    `variance_components`.
+    `without_S` has for each seed the mean measured without it. For independent seeds the result is the
+    first of `variance_components`.
     """
     return (len(without_S) - 1) ** 2 * float(without_S.var(ddof=1))
 
