@@ -1,6 +1,7 @@
 """samples.jsonl: what is written, read, cut and shown. The run that writes it is in train/test_trainer.py."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,12 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("bad", [b'{"step": "1"}', b"garbage", None])
+LIST = json.dumps(asdict(ONE) | {"rewards": [1.0]}).encode()
+
+
+@pytest.mark.parametrize("bad", [b'{"step": "1"}', b"garbage", LIST, None])
 def test_a_line_that_is_no_sample_is_named(run_dir: Path, bad: bytes | None) -> None:
-    """None is a sample with text in place of a reward. metrics.jsonl, of the same kind, has the test of torn lines."""
+    """LIST has a list in place of rewards, None text in place of a reward. metrics.jsonl, of the same kind, has the test of torn lines."""
     path = run_dir / "samples.jsonl"
     assert RunDirectory(run_dir).samples()[0] == ONE
     whole = path.read_bytes()
