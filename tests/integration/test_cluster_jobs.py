@@ -33,7 +33,7 @@ def test_two_jobs_run_on_a_cluster_into_one_sweep_and_are_skipped_after(
     assert [(run.status, run.config().seed) for run in runs] == [("done", 0), ("done", 1)]
     assert all("step 1/1" in run.console.read_text() for run in runs)
     again = run_module("qerl_lab", *WORDS, cwd=tmp_path)  # on this machine: where it runs is not what it is
-    assert "begun before: 2 done (hydra.sweep.dir=DIR begins all again)" in again.stdout
+    assert "begun before: 2 done (hydra.sweep.dir=NEW_DIR begins all again)" in again.stdout
     if launcher == "slurm":
         (script,) = directory.glob("slurm/*.submitted")
         lines = script.read_text().splitlines()

@@ -105,7 +105,8 @@ def test_another_code_begins_anew_and_names_the_sweep_to_go_on_with(capfd: pytes
     assert main([*words, "dry_run=true"]) == 0
     assert f"in {directory} except 1 that are done" in capfd.readouterr().out
     typed = f"hydra.sweep.dir={directory}"
-    note = f"note: 2 of these runs are in {directory}, made by other code: type {typed} to go on with them\n"
+    why = "made by other source files of qerl_lab (code_hash in env.json), and here all begin anew"
+    note = f"note: 2 of these runs are in {directory}, {why}: type {typed} to go on with those\n"
     for of_finished, of_failed in ((["other"], []), ([here], ["other"]), ([here, "other"], [])):
         _record_code(finished, *of_finished)
         _record_code(failed, *of_failed)
@@ -119,7 +120,7 @@ def test_another_code_begins_anew_and_names_the_sweep_to_go_on_with(capfd: pytes
     assert sessions() == [1, 2, 1, 1], "a new sweep"
     assert main(words) == 0
     assert sessions() == [1, 2, 1, 2], "which the same words continue"
-    assert "other code" not in capfd.readouterr().out.rpartition("begun before")[2]
+    assert "other source files" not in capfd.readouterr().out.rpartition("begun before")[2]
 
 
 def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.CaptureFixture[str]) -> None:

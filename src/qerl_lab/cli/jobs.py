@@ -56,8 +56,11 @@ def continue_sweep(plan: Plan) -> Plan:
             return replace(plan, jobs=jobs, directory=directory, directory_is_fixed=True)
         if not notes and len(claimed) in (len(jobs), len([*directory.rglob("resolved.yaml")])):
             typed = shell_override("hydra.sweep.dir", format_path(directory))
-            by, to_do = ("", "run only the others") if is_same_code else (", made by other code", "go on with them")
-            notes = [f"{len(claimed)} of these runs are in {format_path(directory)}{by}: type {typed} to {to_do}"]
+            why, to_do = "", "run only the others"
+            if not is_same_code:
+                why = ", made by other source files of qerl_lab (code_hash in env.json), and here all begin anew"
+                to_do = "go on with those"
+            notes = [f"{len(claimed)} of these runs are in {format_path(directory)}{why}: type {typed} to {to_do}"]
     return replace(plan, jobs=[replace(job, notes=[*job.notes, *notes]) for job in plan.jobs])
 
 

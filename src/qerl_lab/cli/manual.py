@@ -119,7 +119,7 @@ def opening_lines(plan: Plan) -> str:
     if any(job.begun for job in plan.jobs):
         done = sum(RunDirectory(job.run_dir).status == "done" for job in plan.jobs)
         to_do = f", {len(plan.jobs) - done} to run" if done < len(plan.jobs) else ""
-        lines.append(f"begun before: {done} done{to_do} (hydra.sweep.dir=DIR begins all again)")
+        lines.append(f"begun before: {done} done{to_do} (hydra.sweep.dir=NEW_DIR begins all again)")
     return "\n".join([*lines, *_format_notes(plan.jobs)])
 
 
