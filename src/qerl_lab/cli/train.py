@@ -215,7 +215,8 @@ def _what_to_type_by_name() -> dict[str, str]:
     targets |= dict(FOREIGN_NAMES) | {name: name for name in names}
     typed = {name: what_to_type(target) for name, target in targets.items()}
     typed |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
-    return typed | dict.fromkeys(("config_path", "config_name"), "--config-dir DIR to add options of your own")
+    of_hydra = ("config_path", "cp", "config_name", "cn")  # long and short
+    return typed | dict.fromkeys(of_hydra, "--config-dir DIR to add options of your own")
 
 
 def _resume(flags: list[str], typed: dict[str, str]) -> int:

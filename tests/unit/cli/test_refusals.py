@@ -118,6 +118,7 @@ def refused(line: str, capsys) -> str:
         ("--max_steps=3", ["--max_steps=3 is not a flag", "Type steps=VALUE."]),
         ("+experiment = nvfp4", ["+experiment has no value. Type +experiment=VALUE, without spaces"]),
         ("--config-path=x", ["--config-dir DIR"]),
+        ("-cn mine", ["-cn is not a flag", "Type --config-dir DIR"]),
         ("optim.learning_rate=0,001", ["optim.learning_rate=0,001 is several values, because a comma "]),
         ("--config-dir nowhere", ["Additional config directory", "/nowhere' not found"]),
         # sweeps: named by their job
