@@ -108,13 +108,14 @@ def git_state() -> tuple[str, bool]:
 def code_hash() -> str:
     """Return 12 digits of a SHA-256 over names and contents of this package's source files, with or without git.
 
-    conf/ does not count, because a run records the configuration that it composed from there.
+    The embedded policy counts too, because a run with it has no `model.hash`. conf/ does not count, because a run
+    records the configuration that it composed from there.
     """
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*")):
         name = str(file.relative_to(PACKAGE))
         is_hidden = name.startswith(".") or "/." in name  # an editor's: the lock .#NAME.py, copies in a folder
-        if file.suffix in (".py", ".cu", ".cuh") and not is_hidden:
+        if file.suffix in (".py", ".cu", ".cuh", ".safetensors", ".json", ".jinja") and not is_hidden:
             digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:12]
 

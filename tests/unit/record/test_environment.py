@@ -55,7 +55,11 @@ def test_the_hash_of_the_code_follows_the_source_files_alone(tmp_path: Path, mon
     (package / "aqn" / ".#noise.py").symlink_to("me@host.1234")  # how Emacs locks a file that it edits
     assert environment.code_hash() == here
     seen = {here}
-    for number, name in enumerate(("new.py", "algorithms/groups.py", "rollout/vllm/fp4_tiles.cu"), 2):
+    changed = (
+        "new.py", "algorithms/groups.py", "rollout/vllm/fp4_tiles.cu", "model/pocket/model.safetensors",
+        "model/pocket/tokenizer.json", "model/pocket/chat_template.jinja",
+    )  # fmt: skip
+    for number, name in enumerate(changed, 2):
         (package / name).write_text("x = 1\n")
         seen.add(environment.code_hash())
         assert len(seen) == number, name
