@@ -30,7 +30,7 @@ LIST = json.dumps(asdict(ONE) | {"rewards": [1.0]}).encode()
 
 @pytest.mark.parametrize("bad", [b'{"step": "1"}', b"garbage", LIST, None])
 def test_a_line_that_is_no_sample_is_named(run_dir: Path, bad: bytes | None) -> None:
-    """LIST has a list in place of rewards, None text in place of a reward. metrics.jsonl, of the same kind, has the test of torn lines."""
+    """LIST has a list in place of rewards, None text in place of a reward. Torn lines are tested by metrics.jsonl."""
     path = run_dir / "samples.jsonl"
     assert RunDirectory(run_dir).samples()[0] == ONE
     whole = path.read_bytes()
