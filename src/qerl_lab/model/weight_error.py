@@ -15,10 +15,10 @@ FIT_ROUNDS = 4
 def of_layers(
     packed: Mapping[str, PackedLinear], dense: WeightFiles, *, fit_scales: bool = False
 ) -> dict[str, float | None]:
-    """Compute the squared error of a model's packed layers together against the weights in the files `dense`.
+    """Return the squared error of all `packed` layers together, against their weights in the files `dense`.
 
-    Returns `relative`, |stored - weight|^2 / |weight|^2, and `sqnr_db`, its inverse in decibels (None as in
-    `decibels`). `of_layer` explains `fit_scales`.
+    `relative` is |stored - weight|^2 / |weight|^2, and `sqnr_db` its inverse in decibels (None as in `decibels`).
+    `of_layer` explains `fit_scales`.
     """
     signal = error = 0.0
     for name, layer in packed.items():

@@ -106,10 +106,10 @@ def git_state() -> tuple[str, bool]:
 
 
 def code_hash() -> str:
-    """Return 12 digits of a SHA-256 over names and contents of this package's source files, with or without git.
+    """Hash the names and contents of this package's source files; return 12 digits of the SHA-256. Needs no git.
 
-    The embedded policy counts too, because a run with it has no `model.hash`. conf/ does not count, because a run
-    records the configuration that it composed from there.
+    The embedded policy's files count too, because a run with it has no `model.hash`. conf/ does not count, because a
+    run records the configuration that it composed from there.
     """
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*")):

@@ -97,10 +97,10 @@ def number(text: str) -> Decimal | None:
 
 
 def answer_entropy(completions: Iterable[str]) -> float:
-    """Return the entropy in nats of the final answers of a question's completions; at most log(len(completions)).
+    """Return the entropy in nats of the final answers to one question, at most log(len(completions)).
 
-    Answers are the same if they are equal numbers, or otherwise have the same normalized text. Completions without a
-    final answer count as having the same one.
+    Two answers are the same if they are equal numbers, or else equal normalized texts. All completions without a final
+    answer count as one answer.
     """
     import numpy as np  # both imported here, because checking a command does not need them
     from scipy.special import entr

@@ -13,9 +13,9 @@ from qerl_lab.train.stop import Stop
 
 
 class StepCallback(TrainerCallback):
-    """Times each step, and decides at its end whether to save and to stop.
+    """Time each step; at its end decide whether to save and to stop.
 
-    Also sets the learning rate when an extended run begins again.
+    Also set the learning rate when an extended run begins again.
     """
 
     def __init__(self, cfg: RunConfig, clock: Clock, level: NoiseLevel, stop: Stop, ranks: Ranks) -> None:
@@ -24,9 +24,9 @@ class StepCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
     ) -> None:
-        """Override the Trainer's hook: when an extended run begins again, set its learning rate by the longer schedule.
+        """Override the Trainer's hook: set the learning rate by the longer schedule when an extended run begins again.
 
-        This is needed because the checkpoint has restored the rate of the shorter schedule.
+        The checkpoint has restored the rate of the shorter schedule.
         """
         extended = [steps * self.cfg.updates_per_step for steps in self.cfg.extended]
         if state.global_step not in extended:

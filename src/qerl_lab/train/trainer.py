@@ -203,7 +203,7 @@ class LabTrainer(GRPOTrainer):
         return tensors
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
-        """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
+        """Return prompt ids, completion ids and log-probs of the collected batch. TRL calls this to sample."""
         groups = self.batch.groups
         return {
             "prompt_ids": [group.prompt_ids for group in groups for _ in group.texts_G],
@@ -212,7 +212,7 @@ class LabTrainer(GRPOTrainer):
         }
 
     def _collected_reward(self, **_: object) -> list[float]:
-        """Serve as TRL's reward function: return the reward of each completion, which only TRL's log uses."""
+        """Return the reward of each completion. TRL calls this to grade, and only logs the result."""
         return [float(reward) for group in self.batch.groups for reward in group.reward_G]
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -298,7 +298,7 @@ class LabTrainer(GRPOTrainer):
         checkpoints = self.args.output_dir
 
         def write_trainer_files(folder: Path | None) -> None:
-            """Let all ranks write TRL's files to rank 0's `folder`, not to a subfolder. The other ranks pass None."""
+            """Write TRL's files of all ranks into rank 0's `folder` itself. The other ranks pass None."""
             self.args.output_dir = self.ranks.from_first(str(folder))
             try:
                 super(LabTrainer, self)._save_checkpoint(model, trial)
