@@ -4,7 +4,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -28,8 +28,16 @@ SMALLEST: dict[str, Any] = {"color": "grey", "linestyle": ":", "linewidth": 0.9}
 PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
 
 
-def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
-    """Map each k (1, 2, 4, ..., eval.samples) to pass@k of an arm after training, with its interval over seeds.
+class Passes(NamedTuple):
+    """pass@k of an arm after training by k, with its interval over seeds, and how many seeds and questions it is of."""
+
+    by_k: dict[int, Interval]
+    seeds: int
+    questions: int
+
+
+def pass_at_each_k(runs: Sequence[Run]) -> Passes:
+    """Compute pass@k of an arm after training for each k (1, 2, 4, ..., eval.samples).
 
     Raises Unmeasured for fewer than two seeds, questions or samples per question, and if an answer is partly right.
     """
@@ -37,16 +45,20 @@ def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
     right_S_Q = right.dropna(axis=1).to_numpy(int)
     if min(right_S_Q.shape) < 2:
         raise Unmeasured("pass@k needs two seeds and questions")
-    return {
+    by_k = {
         k: stats.mean_of_arm(pd.DataFrame([pass_at(k, seed, samples) for seed in right_S_Q]), stats.SHARE)
         for k in powers_of_two(samples)
     }
+    return Passes(by_k, *right_S_Q.shape)
 
 
 @styled()
 def draw_passes(comparison: Comparison) -> Figure | None:
-    """Draw pass@k after training by k, a line per arm; None if no arm has pass@k. The caller closes the figure."""
-    passes: dict[str, dict[int, Interval]] = {}
+    """Draw pass@k after training by k, a line per arm; None if no arm has pass@k. The caller closes the figure.
+
+    The title has the number of questions, or the numbers if arms have different ones. The legend has each arm's seeds.
+    """
+    passes: dict[str, Passes] = {}
     for arm, runs in comparison.arms.items():
         try:
             passes[arm] = pass_at_each_k(runs)
@@ -54,14 +66,16 @@ def draw_passes(comparison: Comparison) -> Figure | None:
             continue
     if not passes:
         return None
-    figure, axis, looks = _create_panel(comparison)
-    for index, (arm, by_k) in enumerate(passes.items()):
-        k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
+    figure, axis, looks = _create_panel(comparison, {arm: f"{arm} (n={own.seeds})" for arm, own in passes.items()})
+    for index, (arm, own) in enumerate(passes.items()):
+        k, (mean, low, high) = np.array(list(own.by_k)), np.array(list(own.by_k.values())).T
         x = k * (1 + 0.02 * (index - (len(passes) - 1) / 2))  # offset, so that intervals do not overlap
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, **looks[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(samples) for samples in k])
-    axis.set(title="pass@k after training", xlabel="k (samples per question)", ylabel="fraction with a right answer")
+    questions = " or ".join(f"{number:,}" for number in sorted({own.questions for own in passes.values()}))
+    axis.set(title=f"pass@k after training, {questions} questions", xlabel="k (samples per question)",
+             ylabel="fraction with a right answer")  # fmt: skip
     add_panel_legend(axis)
     return figure
 
@@ -79,7 +93,7 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     table = pd.DataFrame(rows, columns=["arm", "entropy", "gain"]).replace([np.inf, -np.inf], np.nan).dropna()
     if len(table) < 2:
         return None
-    figure, axis, looks = _create_panel(comparison)
+    figure, axis, looks = _create_panel(comparison, {arm: arm for arm in comparison.arms})
     axis.locator_params(nbins=5)
     for arm, of_arm in table.groupby("arm", sort=False):
         axis.plot(of_arm["entropy"], of_arm["gain"], **looks[str(arm)] | {"linestyle": ""})
@@ -175,11 +189,16 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
     axis.xaxis.set_major_formatter(format_tick)
 
 
-def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
-    """Create a figure with one panel; also return the arguments of `plot` (look and legend label) for each arm."""
-    labels = {arm: textwrap.fill(arm, LEGEND_CHARS) for arm in comparison.arms}
-    lines = sum(label.count("\n") + 1 for label in labels.values())
+def _create_panel(
+    comparison: Comparison, labels: Mapping[str, str]
+) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:  # fmt: skip
+    """Create a figure with one panel; also return the arguments of `plot` (look and legend label) for each arm.
+
+    `labels` maps the arms that are drawn to their text in the legend.
+    """
+    filled = {arm: textwrap.fill(label, LEGEND_CHARS) for arm, label in labels.items()}
+    lines = sum(label.count("\n") + 1 for label in filled.values())
     figure, axis = plt.subplots(figsize=(4.4, 3.1 + 0.19 * lines))
     axis.margins(0.06)
-    styles = palette.styles_of_arms(comparison.arms)
-    return figure, axis, {arm: look | {"label": labels[arm]} for arm, look in styles.items()}
+    styles = palette.styles_of_arms(comparison.arms)  # of all arms, so that an arm looks alike in every figure
+    return figure, axis, {arm: styles[arm] | {"label": label} for arm, label in filled.items()}

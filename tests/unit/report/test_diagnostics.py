@@ -29,7 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 
 
 def test_passes_are_those_of_the_samples_with_intervals_that_stay_shares(found: Comparison) -> None:
-    passes = diagnostics.pass_at_each_k(found.arms["bf16"])
+    passes, *_ = diagnostics.pass_at_each_k(found.arms["bf16"])
     assert list(passes) == [1, 2, 4]
     # C(4 - c, 2) / C(4, 2) of c right ones are 1, 1/2, 1/6, 0, 0
     expected = np.array([[[0, 1 / 2, 5 / 6, 1, 1][count] for count in seed] for seed in RIGHT["bf16"]])
@@ -74,12 +74,24 @@ def test_entropy_that_is_left_and_runs_that_collapsed_are_told_of_each_arm(found
 
 def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Comparison) -> None:
     gains, said = diagnostics.draw_gains(found)
-    for figure in (diagnostics.draw_passes(found), gains):
+    for figure, of in ((diagnostics.draw_passes(found), " (n=3)"), (gains, "")):
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        assert labels == ["bf16", "nvfp4"]
+        assert labels == [f"bf16{of}", f"nvfp4{of}"]
         lines = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
-        assert [line.get_color() for line in lines] == [palette.FORMATS[label] for label in labels]
+        assert [line.get_color() for line in lines] == [palette.FORMATS[name] for name in ("bf16", "nvfp4")]
     assert said == ""  # all runs begin at one entropy here
+
+
+def test_the_seeds_and_questions_of_passes_are_those_that_all_seeds_answered(found: Comparison) -> None:
+    """The interval of bf16 is of two seeds, and of those three of the four questions that both were asked."""
+    one, other, _ = found.arms["bf16"]
+    fewer = replace(one, accuracy={phase: values.iloc[1:] for phase, values in one.accuracy.items()})
+    for arms, seeds, questions in (
+        (found.arms, 3, "4"), ({**found.arms, "bf16": [fewer, other]}, 2, "3 or 4"), ({"bf16": [fewer, other]}, 2, "3"),
+    ):  # fmt: skip
+        (axis,) = diagnostics.draw_passes(replace(found, arms=arms)).axes
+        assert axis.get_title(loc="left") == f"pass@k after training, {questions} questions"
+        assert axis.get_legend_handles_labels()[1][0] == f"bf16 (n={seeds})"
 
 
 def test_a_correlation_within_arms_loses_a_point_for_the_mean_of_each_arm(found: Comparison) -> None:
