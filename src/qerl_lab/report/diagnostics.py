@@ -23,7 +23,8 @@ from qerl_lab.report.runs import Run
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.verdicts import Row
 
-PANELS_ACROSS, NAME_CHARS, MEANING_CHARS = 3, 24, 32  # the last two: characters in a line
+PANELS_ACROSS = 3
+NAME_CHARS, MEANING_CHARS, TITLE_CHARS = 24, 32, 28  # characters in a line; a title begins at the panel's left edge
 SMALLEST: dict[str, Any] = {"color": "grey", "linestyle": ":", "linewidth": 0.9}
 PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
 
@@ -127,7 +128,11 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
     across = min(PANELS_ACROSS, len(panels))
     levels = [panels[first : first + across] for first in range(0, len(panels), across)]  # panels side by side
     tallest = [max(map(len, level)) for level in levels]
-    lines = sum(max(_label_of(own[0].claim).count("\n") for own in level) for level in levels)
+    lines = sum(
+        max(text_of(own[0].claim).count("\n") for own in level)
+        for level in levels
+        for text_of in (_title_of, _label_of)
+    )
     size = (4.4 * across, 0.3 + 0.9 * len(levels) + 0.17 * lines + 0.5 * sum(tallest))
     figure, axes = plt.subplots(len(levels), across, figsize=size, squeeze=False, height_ratios=tallest)
     for number, (axis, own) in enumerate(zip(axes.flat, panels, strict=False)):
@@ -147,6 +152,14 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
     figure.set_figheight(size[1] + (0.2 * (len(marks) - 1) if columns == 1 else 0))
     figure.legend(handles=marks, loc="outside lower left", ncols=columns)
     return figure
+
+
+def _title_of(claim: Claim) -> str:
+    """Return the title of a claim's panel: the claim in words, because a reader of the figure does not know its name.
+
+    A user wrote the words, so no part of them is read as a formula.
+    """
+    return textwrap.fill(f"Claim: {claim.says}", TITLE_CHARS).replace("$", r"\$")
 
 
 def _label_of(claim: Claim) -> str:
@@ -183,7 +196,7 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
         name = verdict_tables.name_of(row)
         names.append(textwrap.fill(name, NAME_CHARS, break_long_words=False, break_on_hyphens=False))
     axis.set_yticks([-place for place in range(len(rows))], names)
-    axis.set(title=claim.name.replace("_", " "), xlabel=_label_of(claim))
+    axis.set(title=_title_of(claim), xlabel=_label_of(claim))
     axis.margins(x=0.06)
     axis.locator_params(axis="x", nbins=5)
     axis.xaxis.set_major_formatter(format_tick)

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.text import Text
 
 from qerl_lab.report import comparison, curves, diagnostics, palette, stats, verdicts
 from qerl_lab.report.arm_tables import tables
+from qerl_lab.report.claims import of_paper
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.measures import MEASURES, Unmeasured, has_collapsed
 from run_directories import make_run
@@ -112,10 +114,10 @@ def test_effects_have_a_panel_per_claim_and_the_papers_values_beside(found: Comp
     rows = verdicts.judge(found.counted, found.runs)
     measured = [row for row in rows if row.numbers]
     figure = diagnostics.draw_effects(rows)
-    panels = {axis.get_title(loc="left").replace(" ", "_"): axis for axis in figure.axes if axis.axison}
-    assert list(panels) == list(dict.fromkeys(row.claim.name for row in measured))
-    for name, axis in panels.items():
-        own = [row for row in measured if row.claim.name == name]
+    panels = {" ".join(axis.get_title(loc="left").split()): axis for axis in figure.axes if axis.axison}
+    assert list(panels) == list(dict.fromkeys(f"Claim: {row.claim.says}" for row in measured))
+    for title, axis in panels.items():
+        own = [row for row in measured if title == f"Claim: {row.claim.says}"]
         labels = [" ".join(label.get_text().split()) for label in axis.get_yticklabels()]
         assert labels == [row.contrast.name for row in own]
         dots = [line.get_xdata()[0] for line in axis.lines if line.get_marker() == "o"]
@@ -180,19 +182,27 @@ def test_effects_name_their_marks_and_no_label_is_cut(found: Comparison, panels:
     rows = [row for row in verdicts.judge(found.counted, found.runs) if row.numbers]
     claims = list(dict.fromkeys(row.claim.name for row in rows))[:panels]
     longest = max(MEASURES, key=lambda name: len(MEASURES[name].meaning))
-    rows = [replace(row, claim=replace(row.claim, measure=longest)) for row in rows if row.claim.name in claims]
+    says = max((claim.says for claim in of_paper()), key=len)
+    rows = [
+        replace(row, claim=replace(row.claim, measure=longest, says=says), context=(("optim.learning_rate", "0.0006"),))
+        for row in rows if row.claim.name in claims
+    ]  # fmt: skip
     figure = diagnostics.draw_effects(rows)
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert names[:2] == ["measured, 95% interval", "smallest effect that matters"]
     figure.canvas.draw()
     assert legend.get_window_extent().x1 <= figure.bbox.x1
-    shown = [axis.xaxis.label.get_window_extent() for axis in figure.axes if axis.axison]
-    assert len(shown) == panels
-    for label in shown:
-        assert figure.bbox.x0 <= label.x0
-        assert label.x1 <= figure.bbox.x1
-        assert label.y0 >= figure.bbox.y0
+    axes = [axis for axis in figure.axes if axis.axison]
+    assert len(axes) == panels
+    for axis in axes:
+        title = next(text for text in axis.findobj(Text) if text.get_text().startswith("Claim"))
+        for text in (title, axis.xaxis.label):
+            label = text.get_window_extent()
+            assert figure.bbox.x0 <= label.x0
+            assert label.x1 <= figure.bbox.x1
+            assert label.y0 >= figure.bbox.y0
+            assert label.y1 <= figure.bbox.y1
 
 
 def test_a_format_that_was_deleted_after_its_runs_is_the_last_of_the_formats(
