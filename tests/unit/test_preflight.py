@@ -290,13 +290,15 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
 @pytest.mark.parametrize("line", [
     "scale=paper_gsm8k_7b", "scale=paper_bigmath_32b rollout=vllm", "scale=qwen1_5b +experiment=nvfp4_aqn",
     "scale=qwen1_5b +experiment=bf16", "scale=custom model=qwen3_8b model.attention=flash_attention_2",
+    "scale=custom model.path=Qwen/Qwen2.5-7B-Instruct",
 ])  # fmt: skip
 def test_the_words_named_for_a_model_too_large_for_a_cpu_pass(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
     monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
-    found = re.search(r"Type for example (model=.*), or (device=cpu.*) to run it all the same", refused(line, capsys))
+    said = r"Type a smaller model, for example (model.*), or (device=cpu.*) to run it all the same"
+    found = re.search(said, refused(line, capsys))
     assert found
     for words in found.groups():
         by_key = {word.partition("=")[0]: word for word in [*line.split(), *words.split()]}  # no key twice

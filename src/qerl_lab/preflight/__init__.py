@@ -22,6 +22,7 @@ from qerl_lab.tracking.mlflow import check_store_variable
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
 SLOW_ON_A_CPU = TOO_MANY_FOR_A_CPU * 128 * 256  # parameters x tokens of a step: as slow, with a smaller model
+SMALLER = "model.path=Qwen/Qwen2.5-0.5B-Instruct"  # not model=NAME, which a typed model.path would leave without effect
 ELSEWHERE = "Type another directory: run_dir=DIR, of a sweep hydra.sweep.dir=DIR, of a copied run resume=COPY."
 RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, rounded up
 NEEDS_GPU = (  # key, value, package, what to type instead
@@ -120,8 +121,8 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
         also = "".join(f" {remedy}" for key, value, _, remedy in NEEDS_GPU if values[key] == value)
         also += " rollout=transformers" if cfg.rollout.engine == "vllm" else ""
         raise ConfigError(
-            f"{model_size}, and this machine shows no GPU: a step would take hours. Type for example "
-            f"model=qwen2_5_0_5b{also}, or device=cpu{also} to run it all the same."
+            f"{model_size}, and this machine shows no GPU: a step would take hours. Type a smaller model, for example "
+            f"{SMALLER}{also}, or device=cpu{also} to run it all the same."
         )
     setting, weight_bytes, remedy = f"format={cfg.format.name}", 0.5, ""  # packed weights have at least four bits
     if cfg.trains_all:  # weights and gradients in float32
