@@ -2,7 +2,7 @@
 
 The search is an Optuna study in OUT. Each trial is a sweep of the main command over the search's seeds. The same
 command continues after a stop, first with the unfinished trial. A proposal depends only on the trial's number and on
-earlier values, so the search is the same with and without a stop.
+earlier values, so the search is the same with and without a stop, unless the source files of qerl_lab changed between.
 """
 
 import math
@@ -20,6 +20,7 @@ from qerl_lab.config.keys import field_of_key
 from qerl_lab.config.option import ConfigError, check_bounds, option, require_package
 from qerl_lab.config.spelling import hydra_override
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import code_hash
 from qerl_lab.record.out import OutputOptions
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory
@@ -33,6 +34,7 @@ FIRST_SEED = 100  # lower seeds are kept for the reported sweeps
 HOW_IT_RUNS = (*OF_SWEEPS, "cpu_threads")  # keys that may change between two commands
 TABLE = "table.txt"
 ASKED = "asked"  # attribute of the study: the words that it was begun with
+SOURCES = "source files of qerl_lab (code_hash in env.json), and other code may give other values"
 Ranges = dict[str, tuple[float, float]]
 
 
@@ -144,6 +146,9 @@ def search(options: SearchOptions, words: list[str]) -> None:
             "Type another out, or the words that the search began with."
         )
     study.set_user_attr(ASKED, asked)
+    finished = [trial for trial in study.trials if trial.state.is_finished()]
+    if len(finished) < options.trials and _trials_by_code(study, options).keys() - {code_hash()}:
+        print(f"note: trials here ran with other {SOURCES}. Type another out to search with one code.")
     while trial := _next_trial(study, options, ranges):
         print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
         sweep = hydra_override("hydra.sweep.dir", str(options.trial_folder(trial)))
@@ -205,8 +210,21 @@ def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
     return statistics.fmean(values) if is_whole else None
 
 
+def _trials_by_code(study: "Study", options: SearchOptions) -> dict[str, list[str]]:
+    """Map each hash of source files, "none" if a run lacks it, to the numbers of the trials whose processes had it."""
+    found = dict[str, list[str]]()
+    for trial in study.trials:
+        runs = map(RunDirectory, options.trial_folder(trial).glob("*"))
+        for code in {session.get("code_hash", "none") for run in runs for session in run.environments()}:
+            found.setdefault(code, []).append(str(trial.number))
+    return found
+
+
 def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> str:
-    """Format the table of trials, best first, and the command that runs the best values with other seeds."""
+    """Format the table of trials, best first, and the command that runs the best values with other seeds.
+
+    A note tells which trials ran with which source files, if these changed during the search.
+    """
     trials = sorted(study.trials, key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     best = trials[0]
     rows = [["trial", options.objective, "values", "directory"]]
@@ -215,6 +233,9 @@ def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> 
         rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(options.trial_folder(trial))])
     words = [*(word for word in shared if word != "eval.questions=0"), *_overrides(best), "seed=0,1,2,3,4"]
     lines = [columns(rows), f"mean of seeds {', '.join(map(str, options.seeds))}."]
+    if len(by_code := _trials_by_code(study, options)) > 1:
+        parts = (f"{code} in {', '.join(numbers)}" for code, numbers in sorted(by_code.items()))
+        lines.insert(1, f"note: the trials differ in the {SOURCES}: {'; '.join(parts)}.")
     if best.value is not None:
         lines[-1] += " Report the best values on other seeds."
         lines.append(f"next: {python_command()} -m qerl_lab -m {shlex.join(words)}")
