@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext
+from omegaconf import DictConfig
 
 
 @dataclass
@@ -25,17 +27,19 @@ class LabLauncher(Launcher):
     The keys `jobs`, `jobs_per_gpu` and `launcher` say how many jobs run at once, and where.
     """
 
-    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        """Override Hydra's hook: keep `config`, the composed configuration of the sweep, for `launch`."""
-        self.config = config
+    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
+        """Override Hydra's hook: keep its callbacks, and `config`, the composed configuration of the sweep."""
+        self.callbacks, self.config = hydra_context.callbacks, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Override Hydra's hook: run all jobs of the sweep to their ends.
+        """Override Hydra's hook: run all jobs of the sweep to their ends, then end the sweep as Hydra would.
 
-        Hydra gets the status COMPLETED for every job, also for a failed one: run directories record how the jobs ended.
+        `CheckJobs` makes Hydra launch the first job alone, and exits at the end of the sweep. So Hydra never comes to
+        the other jobs, which it would compose before their launch although `CheckJobs` has composed them.
         """
         from qerl_lab.cli import scheduler, train  # late: other Hydra applications import plug-ins
 
         variables = {str(name): str(value) for name, value in self.config.hydra.job.env_set.items()}
         scheduler.run(train.CheckJobs.plan, train.command_line(), variables)
-        return [JobReturn(overrides=words, status=JobStatus.COMPLETED) for words in job_overrides]
+        self.callbacks.on_multirun_end(config=self.config)
+        return []

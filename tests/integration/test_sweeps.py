@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.plugins.sweeper import Sweeper
 
 from qerl_lab import preflight, tasks
 from qerl_lab.cli import launch, scheduler
@@ -279,6 +280,15 @@ def test_a_launcher_of_hydra_s_own_runs_checked_jobs_and_the_same_line_goes_on(
     assert noted["sweep"] == f"adhoc/{sweep.name}"
     assert main(words) == 0
     assert sessions() == [1, 2, 1]
+
+
+def test_hydra_composes_no_job_but_the_first_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callback has composed all; each takes a quarter of a second."""
+    again = list[int]()
+    monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda _, batch: again.append(len(batch)))
+    assert main(["-m", "seed=20,21,22"]) == 0
+    assert again == [1]
+    assert sessions() == [1, 1, 1]
 
 
 def most_at_once() -> int:

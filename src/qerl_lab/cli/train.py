@@ -130,6 +130,8 @@ class CheckJobs(Callback):
             config.hydra.sweep.dir = str(self.plan.directory)
             # Other launchers compose their jobs again from these words.
             config.hydra.overrides.hydra.append(hydra_override("hydra.sweep.dir", str(self.plan.directory)))
+            if launcher == LAUNCHER:  # it runs all jobs of the plan in place of the first
+                config.hydra.sweeper.max_batch_size = 1
 
     @past_hydra()
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
