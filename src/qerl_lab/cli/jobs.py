@@ -166,7 +166,7 @@ def extend_run(run: RunDirectory, steps: int) -> None:
         )
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
     run.check()
-    run.starting_point()  # raises for a record that lacks a step, while DONE still exists
+    run.starting_point(with_weights=False)  # raises for a record that lacks a step, while DONE still exists
     preflight.check(cfg, run.path)
     run.refuse_other_device("cuda" if cfg.device != "cpu" and machine.has_gpu() else "cpu")
     if questions := question_counts.recorded_questions(cfg):

@@ -172,8 +172,8 @@ def start(run: RunDirectory, typed: TypedCommand | None = None, sweep_job: Sweep
             return OK
         if before != "not run":
             run.check()
-            with redirect_stderr(io.StringIO()):  # the child prints what it skips
-                run.starting_point()
+            with redirect_stderr(io.StringIO()):  # the child prints what it skips, and verifies the weights
+                run.starting_point(with_weights=False)
         threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
         added = sweep_job.variables if sweep_job else {}
         shared = {**CHILD_ENVIRONMENT, **threads, **os.environ, **added}

@@ -26,7 +26,7 @@ MANIFEST, STATE = "manifest.json", "lab_state.json"
 
 @dataclass(frozen=True)
 class Saved:
-    """A verified checkpoint.
+    """The state of a checkpoint, verified.
 
     Attributes:
         step: number of steps trained.
@@ -110,13 +110,16 @@ def last_step(folder: Path) -> int:
     return max(map(_step_of, _step_folders(folder)), default=0)
 
 
-def newest(folder: Path) -> Saved | None:
-    """Return the newest intact checkpoint in `checkpoints/`, or None; warn of each damaged one on standard error."""
+def newest(folder: Path, *, with_weights: bool = True) -> Saved | None:
+    """Return the newest intact checkpoint in `checkpoints/`, or None; warn of each damaged one on standard error.
+
+    Without `with_weights` only the state of a checkpoint is verified, as in `load`.
+    """
     candidates = _step_folders(folder)
     while candidates:
         path = candidates.pop()
         try:
-            return load(path)
+            return load(path, with_weights=with_weights)
         except (OSError, ValueError) as damage:
             instead = "using the previous one" if candidates else "there is no earlier one, so training starts again"
             print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
@@ -148,17 +151,18 @@ def set_damaged_aside(folder: Path, step: int) -> None:
             path.rename(aside)
 
 
-def load(path: Path) -> Saved:
+def load(path: Path, *, with_weights: bool = True) -> Saved:
     """Verify the checkpoint in the folder `path` and read its state.
 
+    Without `with_weights` only the file of the state is verified, because hashing the weights can take minutes.
     Raises OSError if a file is missing; ValueError if one does not match its checksum, or if the state has no checksum
     or other fields than `Saved`.
     """
     digests = parse_json((path / MANIFEST).read_text())
     if not isinstance(digests, dict) or STATE not in digests:
         raise ValueError(f"{STATE} is not in {MANIFEST}")
-    for name, digest in digests.items():
-        if sha256(path / name) != digest:
+    for name in digests if with_weights else [STATE]:
+        if sha256(path / name) != digests[name]:
             raise ValueError(f"{name} does not match its checksum")
     state = parse_json((path / STATE).read_text())
     try:

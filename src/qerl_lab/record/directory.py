@@ -336,13 +336,16 @@ class RunDirectory:
         for read in (self.sessions, self.mirror, self.evaluations):  # each raises for a damaged file
             read()
 
-    def starting_point(self) -> checkpoint.Saved | None:
+    def starting_point(self, *, with_weights: bool = True) -> checkpoint.Saved | None:
         """Return the newest intact checkpoint to resume from, or None to start from step 0.
+
+        Without `with_weights` its weights are not read and may be damaged: a check before the run's process, which
+        reads them, starts.
 
         Raises ConfigError if resolved.yaml differs from the configuration in the checkpoint (`refuse_edited_config`),
         or if metrics.jsonl does not have each step up to the checkpoint once.
         """
-        saved = checkpoint.newest(self.checkpoints)
+        saved = checkpoint.newest(self.checkpoints, with_weights=with_weights)
         if saved is None:
             return None
         self.refuse_edited_config(saved.path.name, saved.config)

@@ -84,6 +84,14 @@ def test_damage_to_any_file_is_seen_and_the_one_before_used(tmp_path, capsys, fi
     assert line.endswith("; using the previous one.")
 
 
+def test_without_the_weights_only_the_state_is_verified(tmp_path) -> None:
+    path = saved(tmp_path, 1, 2, 3)
+    flip(path / "optimizer.pt")
+    assert newest(tmp_path, with_weights=False).step == 3
+    flip(path / STATE)
+    assert newest(tmp_path, with_weights=False).step == 2
+
+
 @pytest.mark.parametrize("changed", [{"step": 2, "prompts_seen": 8}, state(2) | {"later_field": 1}, []])
 def test_a_state_of_another_version_is_damage_and_not_a_crash(tmp_path, capsys, changed: object) -> None:
     """Its checksum is right: it was written so."""

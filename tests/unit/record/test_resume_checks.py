@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
+from qerl_lab.cli import launch
 from qerl_lab.config.arm import ADDED, OF_SWEEPS, PREREGISTRATION, REMOVED, leaves, settings_of_arm, settings_of_run
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import sha256
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import git_state
+from qerl_lab.record.environment import TypedCommand, git_state
+from qerl_lab.system.exits import INTERRUPTED
 
 
 def save(run_dir: Path, step: int, cfg: RunConfig) -> Path:
@@ -205,6 +208,25 @@ def test_a_checkpoint_of_a_step_that_the_record_lacks_is_refused(
     with pytest.raises(ConfigError, match=rf"metrics\.jsonl {wrong}, and step-000004 .* remove the checkpoints of"):
         run.starting_point()
     assert files(run_dir) == before
+
+
+def test_the_command_leaves_the_weights_to_the_process_that_reads_them(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To hash them twice takes minutes for a large model. What the record lacks is still told before the start."""
+    hashed = list[str]()
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: hashed.append(path.name) or sha256(path))
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: ["sh", "-c", "exit 130"])
+    run = RunDirectory(run_dir)
+    assert launch.start(run, TypedCommand("resume")) == INTERRUPTED
+    assert hashed == [checkpoint.STATE]
+    hashed.clear()
+    run.starting_point()
+    assert sorted(hashed) == ["a", checkpoint.STATE]
+    log(run_dir, 1, 2)
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: pytest.fail("it was started"))
+    with pytest.raises(ConfigError, match="lacks 2 of 4 steps"):
+        launch.start(run, TypedCommand("resume"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
