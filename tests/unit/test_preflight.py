@@ -1,5 +1,6 @@
 """Preflight refuses a run before it starts: model files, questions, machine."""
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -7,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +232,12 @@ def test_a_packed_model_counts_as_the_dense_one(name: str, tmp_path: Path) -> No
 def plain(**changes: Any) -> RunConfig:
     cfg = RunConfig()
     cfg.eval.questions, cfg.rollout.max_completion_tokens = 4, 64
+    return with_changes(cfg, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def with_changes(cfg: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     for name, value in changes.items():
-        *nodes, key = name.split("__")
+        *nodes, key = name.split(".")
         setattr(functools.reduce(getattr, nodes, cfg), key, value)
     return cfg
 
@@ -287,18 +293,38 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-0.5B-Instruct"), Path.cwd() / "run") == []
 
 
+REMEDIES = r"Type a smaller model, for example (model.*), or (device=cpu.*) to run it all the same"
+KEY_OF_GROUP = {"optim": "optim.name", "rollout": "rollout.engine"}
+
+
 @pytest.mark.parametrize("line", [
     "scale=paper_gsm8k_7b", "scale=paper_bigmath_32b rollout=vllm", "scale=qwen1_5b +experiment=nvfp4_aqn",
     "scale=qwen1_5b +experiment=bf16", "scale=custom model=qwen3_8b model.attention=flash_attention_2",
+])  # fmt: skip
+def test_the_words_named_for_a_model_too_large_for_a_cpu_are_all_that_it_takes(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
+    (job,) = make_plan(line.split(), multirun=False).jobs
+    with pytest.raises(ConfigError, match=REMEDIES) as refusal:
+        preflight.check_machine(job.config, job.run_dir)
+    for words in re.search(REMEDIES, str(refusal.value)).groups():
+        by_key = dict(word.split("=") for word in words.split())
+        changes = {KEY_OF_GROUP.get(key, key): value for key, value in by_key.items()}
+        preflight.check_machine(with_changes(copy.deepcopy(job.config), changes), job.run_dir)
+
+
+@pytest.mark.parametrize("line", [
+    "scale=paper_bigmath_32b rollout=vllm model.attention=flash_attention_2",  # all words at once
     "scale=custom model.path=Qwen/Qwen2.5-7B-Instruct",
 ])  # fmt: skip
-def test_the_words_named_for_a_model_too_large_for_a_cpu_pass(
+def test_the_words_named_for_a_model_too_large_for_a_cpu_can_be_typed(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
     monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
-    said = r"Type a smaller model, for example (model.*), or (device=cpu.*) to run it all the same"
-    found = re.search(said, refused(line, capsys))
+    found = re.search(REMEDIES, refused(line, capsys))
     assert found
     for words in found.groups():
         by_key = {word.partition("=")[0]: word for word in [*line.split(), *words.split()]}  # no key twice
