@@ -111,8 +111,9 @@ class CheckJobs(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Override Hydra's hook before the first job of a sweep: check all jobs and create their directories.
 
-        `config` is the configuration that Hydra composed for the sweep. Sets hydra.sweep.dir of `config` in place.
-        Raises PastHydra, with a ConfigError as its cause, if a job cannot run.
+        `config` is the configuration that Hydra composed for the sweep. Sets hydra.sweep.dir of `config` in place,
+        and for `LabLauncher` the sweeper's batch size. Raises PastHydra, with a ConfigError as its cause, if a job
+        cannot run.
         """
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.plan_sweep(config, GlobalHydra.instance().config_loader())
