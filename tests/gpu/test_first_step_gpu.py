@@ -39,16 +39,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("engine", "name", "backend"), [
     *(("transformers", name, "vllm") for name in FORMATS),
-    *(pytest.param("vllm", name, "vllm", marks=NEEDS_VLLM) for name in FORMATS),
+    *(pytest.param("vllm", name, "vllm", marks=NEEDS_VLLM) for name in FORMATS),  # FP8: Humming
     *(pytest.param("vllm", name, "humming", marks=NEEDS_VLLM) for name in ("nvfp4", "mxfp4")),
-    pytest.param("vllm", "nvfp4", "auto", marks=NEEDS_VLLM),
+    *(pytest.param("vllm", name, "auto", marks=NEEDS_VLLM) for name in ("nvfp4", "fp8")),
     ("transformers", "bf16", "full"), pytest.param("vllm", "bf16", "full", marks=NEEDS_VLLM),
 ])  # fmt: skip
 def test_no_token_of_a_step_is_far_off(
     engine: str, name: str, backend: str, folder: Path, tiny: Callable[..., Any], build_policy: Callable[..., Any],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """In two steps of all weights (`full`) the second is of updated ones, at a rate that shows a missed sync."""
+    """In two steps of all weights (`full`) the second is of updated ones, at a rate that shows a missed sync.
+
+    A Humming with a data race is skipped: beside other runs on the GPU its gap is above the band (docs/running.md).
+    """
+    if backend == "humming" or (engine, name, backend) == ("vllm", "fp8", "vllm"):
+        from qerl_lab.rollout.vllm.backends import humming_races
+
+        if humming_races():
+            pytest.skip("the installed Humming has a data race on this GPU")
     full = backend == "full"
     cfg = tiny(
         steps=2 if full else 1, device="cuda", model__path=str(folder), format__name=name, rollout__engine=engine,

@@ -5,6 +5,7 @@ A new engine adds a line to `NATS`, and to `built` what it needs.
 
 import importlib.util
 import math
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from qerl_lab.config.schema import ENGINES, MAX_TEMPERATURE
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.rollout.vllm.transfer import MARLIN_FOR_FP8
 from rollouts import distributions, gap, ids_of, of_tokens, rows, unequal_prompts
 
 NATS = {"transformers": 1e-4, "vllm": 1e-4, "vllm_server": 1e-4}  # how near the log-probs of an engine come to float64
@@ -353,3 +355,31 @@ def test_vllm_samples_up_to_the_highest_temperature_that_the_rules_allow() -> No
     arguments(temperature=MAX_TEMPERATURE)
     with pytest.raises(Exception, match="temperature"):  # vLLM's own kind
         arguments(temperature=MAX_TEMPERATURE + 0.01)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize(("backend", "is_marlin"), [("marlin", True), ("vllm", False)])
+def test_vllm_reads_the_variable_of_an_fp8_engine_after_another_engine_has_started(
+    backend: str, is_marlin: bool, tiny, build_policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would keep the value that it read at the first start, and choose another kernel without a word."""
+    from vllm import envs
+
+    from qerl_lab.rollout.vllm import vllm_engine
+
+    (variable,) = MARLIN_FOR_FP8  # vLLM 0.26 reads it; later versions let linear_backend decide
+    monkeypatch.setitem(envs.environment_variables, variable, lambda: os.environ[variable] == "1")
+    monkeypatch.setenv(variable, str(int(not is_marlin)))
+    envs.enable_envs_cache()  # as vLLM does when an engine has started
+    seen = list[bool]()
+
+    def build_llm(*_: object) -> None:
+        seen.append(getattr(envs, variable))
+        raise NotImplementedError("packed formats need a GPU")
+
+    monkeypatch.setattr(vllm_engine, "build_llm", build_llm)
+    monkeypatch.setattr(vllm_engine, "check_engine_on_cpu", lambda *_: None)
+    cfg = tiny(**VLLM | {"format__name": "fp8"}, device="cuda", rollout__vllm__linear_backend=backend)
+    with pytest.raises(NotImplementedError):
+        vllm_engine.VllmEngine(build_policy(tiny(format__name="fp8")), cfg)
+    assert seen == [is_marlin]

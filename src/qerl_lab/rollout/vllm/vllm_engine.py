@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
+from vllm.envs import disable_envs_cache
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -60,6 +61,7 @@ class VllmEngine(Engine):
         self.policy, self.cfg = policy, cfg
         if policy.device.type == "cpu":
             check_engine_on_cpu(cfg, "torch sees none here")
+        disable_envs_cache()  # once an engine has started, vLLM reads no environment variable of this process again
         os.environ.update(IN_THIS_PROCESS)
         if policy.device.type == "cuda":
             os.environ.update(SEEDS_IN_ONE_KERNEL)
