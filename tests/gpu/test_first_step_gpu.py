@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN
 from qerl_lab.rollout.engine import Sampling
+from qerl_lab.rollout.vllm.backends import humming_races
 from small_checkpoints import write_dense
 from trained import train
 from vllm_engines import NEEDS_VLLM
@@ -52,11 +53,9 @@ def test_no_token_of_a_step_is_far_off(
 
     A Humming with a data race is skipped: beside other runs on the GPU its gap is above the band (docs/running.md).
     """
-    if backend == "humming" or (engine, name, backend) == ("vllm", "fp8", "vllm"):
-        from qerl_lab.rollout.vllm.backends import humming_races
-
-        if humming_races():
-            pytest.skip("the installed Humming has a data race on this GPU")
+    is_humming = backend == "humming" or (engine, name, backend) == ("vllm", "fp8", "vllm")
+    if is_humming and humming_races():
+        pytest.skip("the installed Humming has a data race on this GPU")
     full = backend == "full"
     cfg = tiny(
         steps=2 if full else 1, device="cuda", model__path=str(folder), format__name=name, rollout__engine=engine,
