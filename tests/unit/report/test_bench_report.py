@@ -221,4 +221,4 @@ def test_every_committed_result_has_an_origin_and_those_of_commands_a_table_and_
             assert figure is not None
             plt.close(figure)
             drawn.add(file.stem)
-    assert len(drawn) == 50
+    assert len(drawn) == 51
