@@ -46,6 +46,7 @@ def test_a_run_that_learns_hears_nothing(run: str) -> None:
         ({"sampler/logprob_gap_max": 24.9},
          ["sampler and trainer are two policies", "25 nats apart", "Do not believe this run", "model.dtype=float32"]),
         ({"noise/sigma": 5e-4, "noise/std_observed": 6.1e-4}, ["another noise than was asked", "0.0005", "0.00061"]),
+        ({"noise/sigma": 5e-4, "noise/std_observed": 0.0}, ["another noise than was asked", "0.0005", "by 0."]),
     ],
 )  # fmt: skip
 def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, float], words: list[str]) -> None:

@@ -86,15 +86,19 @@ def test_rates_betas_decay_and_clipping_are_those_asked_for(train) -> None:
 
 
 def test_every_step_is_reported_once_with_declared_metrics(train) -> None:
-    run = train(steps=3, algorithm__updates_per_rollout=2, **NOISE, **REFILLS, algorithm__overlong_buffer_tokens=8)
+    changes = NOISE | REFILLS | {"algorithm__updates_per_rollout": 2, "algorithm__overlong_buffer_tokens": 8}
+    run = train(steps=3, rollout__group_size=2, optim__micro_batch_size=2, **changes)
     assert run.numbers == [1, 2, 3]
+    assert any(metrics["rollout/resamples"] for metrics in run.steps)
     names = set(declared_metrics(["format", "answer"]))
-    for metrics in run.steps:
+    for metrics, batch in zip(run.steps, run.batches, strict=True):
         assert set(metrics) <= names
         assert all(math.isfinite(value) for value in metrics.values())
         phases = [metrics[f"seconds/{name}"] for name in ("rollout", "reward", "sync", "probe", "train")]
         assert min(phases) >= 0
         assert metrics["step/seconds"] == pytest.approx(sum(phases))
+        sampled = sum(rollout.tokens for rollout in batch.rollouts)  # refills too
+        assert metrics["step/tokens_per_second"] * metrics["step/seconds"] == pytest.approx(sampled)
     of_others = {"policy/kl_reference", "policy/weight_cut_fraction", "policy/entropy_coef", "memory/gpu_peak_gib"}
     of_others |= {"noise/kl_target", "noise/kl_solved", "noise/probes", "seconds/wait"}  # aqn.unit=kl, gpus=2
     of_others.add("rollout/staleness")  # rollout.vllm_server.overlap=true
