@@ -1,11 +1,12 @@
 """LoRA computed as one operation against PEFT's own modules: values, gradients, what is saved, when it steps aside."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
@@ -22,7 +23,9 @@ from packed_layers import (
     tiny_model,
     tokens,
 )
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats.format import Format
+from qerl_lab.model import policy
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.lora import LoraLinear, _LoraProduct, register_lora
 
@@ -147,3 +150,16 @@ def test_lora_gradients_equal_those_on_a_dense_base(checkpointing: bool | None) 
     torch.testing.assert_close(loss, dense_loss, rtol=1e-5, atol=1e-6)
     assert len(grads) == 2 * 2 * len(LAYER_NAMES)
     torch.testing.assert_close(grads, dense_grads, rtol=1e-3, atol=1e-6)
+
+
+def test_a_new_adapter_is_drawn_from_the_seed_of_the_run_alone(tiny: Callable[..., RunConfig]) -> None:
+    """Else the seeds of an arm would begin alike, and their interval would leave out what the beginning changes."""
+
+    def draw(seed: int) -> dict[str, Tensor]:
+        torch.rand(1 + seed)  # what ran before in the process does not matter
+        model = policy.build(tiny(seed=seed, format__name="bf16"), torch.device("cpu")).model
+        return {name: matrix for name, matrix in get_peft_model_state_dict(model).items() if "lora_A" in name}
+
+    first, again, other = draw(0), draw(0), draw(1)
+    assert all(torch.equal(matrix, again[name]) for name, matrix in first.items())
+    assert not any(torch.equal(matrix, other[name]) for name, matrix in first.items())

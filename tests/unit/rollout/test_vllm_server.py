@@ -158,8 +158,10 @@ def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy
 
 
 def test_the_time_limit_holds_for_all_tries_of_a_request(fake: FakeVllm, build) -> None:
-    """The first one is lost late."""
+    """Of 1.2 s. The first one is lost late."""
     engine = build(rollout__vllm__timeout_minutes=0.02)
+    fake.hold_seconds = 0.1
+    assert engine.generate(PROMPTS[:1], 2, SAMPLING).completions
     fake.hold_seconds = 0.9
     fake.faults[COMPLETIONS] = [LOSE]
     with pytest.raises(EngineFailed, match=r"finished 0 of 1 groups in rollout\.vllm\.timeout_minutes=0\.02"):

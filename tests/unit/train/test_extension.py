@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from qerl_lab.cli.jobs import extend_run
 from qerl_lab.cli.train import main
@@ -71,14 +72,20 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     extend_run(directory, 4)
     longer = directory.config()
     assert (longer.steps, longer.extended, directory.status) == (4, [2], "interrupted")
-    assert run(longer, directory, Stop()) == 0
+    rates: list[float] = []
+    noted = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    try:
+        assert run(longer, directory, Stop()) == 0
+    finally:
+        noted.remove()
+    assert rates == pytest.approx([0.005, 0.00375, 0.0025, 0.00125])  # 8 updates in all where there were 4
     out = capsys.readouterr().out
     assert "continuing after step 2" in out
     assert "extended from 2 to 4 steps, over which the schedules of noise and learning rate now stretch" in out
     rate = "policy/learning_rate"
     by_step = {line["step"]: line["metrics"] for line in directory.metrics() if rate in line["metrics"]}
     assert list(by_step) == [1, 2, 3, 4]
-    # of a step's last update, the second: 8 updates in all where there were 4
+    # of a step's last update, the second
     assert [by_step[step][rate] for step in (2, 3, 4)] == pytest.approx([0.0025, 0.00375, 0.00125])
     assert {line["step"] for line in directory.metrics() if "eval/accuracy" in line["metrics"]} == {0, 2, 4}
     assert (directory.path / "DONE-2").read_text().count('"steps": 2') == 1
