@@ -19,6 +19,7 @@ import torch
 from qerl_lab.aqn import Noise
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.vllm.transfer import encode_tensor
+from waiting import wait_for
 
 DROP, LOSE = "drop", "lose"  # faults: close the connection without an answer, before or after acting
 Answer = tuple[int, Any]  # HTTP status, and JSON or the text of a web page
@@ -178,6 +179,10 @@ def running(fake: FakeVllm) -> Iterator[FakeVllm]:
     try:
         yield fake
     finally:
+        fake.aborted.set()  # a completion that computed while the process exits would end the process with SIGABRT
+        wait_for(lambda: not fake.at_once)
+        with fake.lock:
+            pass
         server.shutdown()
         server.server_close()
         for connection in connections:  # close kept-alive connections, as a real server's exit does
