@@ -59,6 +59,7 @@ def played_engine(monkeypatch: pytest.MonkeyPatch, llm: Callable[..., Any]) -> I
     play(monkeypatch, {
         "vllm": {"LLM": llm, "RequestOutput": object, "SamplingParams": lambda **how: SimpleNamespace(**how)},
         "vllm.distributed": {}, "vllm.distributed.parallel_state": {"destroy_model_parallel": None},
+        "vllm.envs": {"disable_envs_cache": lambda: None},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=0)},
         "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
         "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
