@@ -1,11 +1,14 @@
 """The loop of vLLM's engine over an `LLM` that a test makes. tests/unit/rollout/test_contract.py has vLLM's own."""
 
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from played_vllm import PlayedLlm, played_engine
-from qerl_lab.rollout.engine import Sampling
+from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, Sampling
+from qerl_lab.rollout.vllm.logprob_scheduler import LOGPROBS
 
 
 class Endless:
@@ -30,7 +33,26 @@ class Endless:
         self.aborted += names
 
 
-def test_a_caller_may_stop_after_every_token(policy, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def play(policy, tiny, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Makes vLLM's engine over an `LLM` with the given loop."""
+    with played_engine(monkeypatch, PlayedLlm) as module:
+
+        def make(vllm: Endless, **changes: object) -> Engine:
+            engine = object.__new__(module.VllmEngine)
+            engine.policy, engine.cfg, engine.llm, engine._adapter = (
+                policy,
+                tiny(**changes),
+                PlayedLlm(policy.model),
+                None,
+            )
+            engine.llm.llm_engine = vllm
+            return engine
+
+        yield make
+
+
+def test_a_caller_may_stop_after_every_token(play: Callable[..., Engine]) -> None:
     told: list[int] = []
 
     def stop_at_the_third(count: int) -> None:
@@ -38,12 +60,50 @@ def test_a_caller_may_stop_after_every_token(policy, tiny, monkeypatch: pytest.M
         if len(told) == 3:
             raise InterruptedError
 
-    with played_engine(monkeypatch, PlayedLlm) as module:
-        engine = object.__new__(module.VllmEngine)
-        engine.policy, engine.cfg, engine.llm, engine._adapter = policy, tiny(), PlayedLlm(policy.model), None
-        vllm = engine.llm.llm_engine = Endless()
-        with pytest.raises(InterruptedError):
-            engine.generate([[3], [4, 5]], 2, Sampling(24, seed=7), stop_at_the_third)
+    vllm = Endless()
+    with pytest.raises(InterruptedError):
+        play(vllm).generate([[3], [4, 5]], 2, Sampling(24, seed=7), stop_at_the_third)
     assert told == [0, 0, 0]
     assert vllm.steps == 3
     assert vllm.aborted == vllm.added == ["0", "1"]
+
+
+class Slow(Endless):
+    """Takes a hundredth of a second for a token."""
+
+    def step(self) -> list[SimpleNamespace]:
+        time.sleep(0.01)
+        return super().step()
+
+
+def test_a_rollout_has_its_minutes_and_no_more(play: Callable[..., Engine]) -> None:
+    """Of 0.005 minutes, which are 0.3 s."""
+    began = time.perf_counter()
+    with pytest.raises(EngineFailed, match=r"finished 0 of 1 groups in rollout\.vllm\.timeout_minutes=0\.005"):
+        play(Slow(), rollout__vllm__timeout_minutes=0.005).generate([[3]], 1, Sampling(24, seed=7))
+    assert time.perf_counter() - began > 0.3
+
+
+class TwoTokens(Endless):
+    """Ends a completion of two tokens, and stores the log-prob of each as the scheduler does."""
+
+    def has_unfinished_requests(self) -> bool:
+        return self.steps < 2
+
+    def step(self) -> list[SimpleNamespace]:
+        super().step()
+        LOGPROBS.setdefault("0", []).append(-float(self.steps))
+        output = SimpleNamespace(index=0, token_ids=[5, 6], finish_reason="stop")
+        return [SimpleNamespace(finished=self.steps == 2, request_id="0", outputs=[output])]
+
+
+def test_log_probs_of_a_rollout_that_was_stopped_are_not_those_of_the_next(play: Callable[..., Engine]) -> None:
+    """vLLM calls the completions of both alike."""
+
+    def stop(count: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        play(TwoTokens()).generate([[3]], 1, Sampling(24, seed=7), stop)
+    out = play(TwoTokens()).generate([[3]], 1, Sampling(24, seed=7))
+    assert out.completions == [Completion([5, 6], [-1.0, -2.0], "stop")]

@@ -21,7 +21,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.model import policy
+from qerl_lab.model import policy, weight_files
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.quantize import __main__ as quantize
@@ -86,6 +86,19 @@ def elsewhere(kind: str, ids: list[int], models: list[tuple[Path, Path | None]],
 def prompt(learner: Policy) -> list[int]:
     text = "Ann has 7 pens. Ann buys 5 more. <think>7+5=12</think><answer>12</answer>"
     return learner.tokenizer(text)["input_ids"]
+
+
+def test_an_adapter_on_a_model_of_the_hub_names_the_model_and_its_revision(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT loads them. The newest revision may have other weights."""
+    run = shutil.copytree(runs["bf16"][0], tmp_path / "run")
+    values = yaml.safe_load((run / "resolved.yaml").read_text())
+    values["model"] |= {"path": "org/name", "revision": "abc"}
+    (run / "resolved.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.setattr(weight_files, "local_folder", lambda *_: ASSETS)
+    settings = json.loads((exported(tmp_path / "out", run) / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("org/name", "abc")
 
 
 def test_plain_libraries_have_the_logits_of_the_run(runs: Runs, tmp_path: Path) -> None:

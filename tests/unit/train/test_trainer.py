@@ -232,6 +232,18 @@ def test_all_ranks_probe_where_one_has_noise(train, monkeypatch: pytest.MonkeyPa
     assert spy.call_count == 1
 
 
+def test_peak_memory_is_that_of_the_rank_with_most(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is out of memory where one rank is. Here another rank has a million GiB."""
+
+    def gather(ranks: Ranks, value: Any) -> list[Any]:
+        is_peak = isinstance(value, dict) and "memory/rss_gib" in value
+        return [value, value | {"memory/rss_gib": 1e6}] if is_peak else [value]
+
+    monkeypatch.setattr(Ranks, "gather", gather)
+    (metrics,) = train(**SHORT).steps
+    assert metrics["memory/rss_gib"] == 1e6
+
+
 def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_path) -> None:
     """It must not stop the run after the question whether to save was answered with no."""
 
