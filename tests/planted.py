@@ -75,6 +75,9 @@ BUGS = [
     Bug("clipping is the library's", "train/grpo_config.py",
         "        max_grad_norm=cfg.optim.max_grad_norm,\n", "",
         "unit/train/test_trainer.py::test_rates_betas_decay_and_clipping_are_those_asked_for"),
+    Bug("an extended run begins with the rate of the shorter one", "train/step_callback.py",
+        "[steps * self.cfg.updates_per_step for steps in self.cfg.extended]", "self.cfg.extended",
+        "unit/train/test_extension.py"),
     # noise
     Bug("sigma exponent is off by one", "aqn/schedule.py",
         "return decay(cfg, now - 1, last - 1 if", "return decay(cfg, now, last - 1 if",
@@ -99,6 +102,9 @@ BUGS = [
         "kl.logprobs(policy.base, states, cfg.rollout.temperature)",
         "kl.logprobs(policy.base, states, 1.0)",
         "unit/train/test_noise_level.py"),
+    Bug("too little noise in the engine gives no warning", "train/health.py",
+        "abs(std / sigma - 1) > SIGMA_TOLERANCE", "std / sigma - 1 > SIGMA_TOLERANCE",
+        "unit/train/test_health.py"),
     # sampling and data
     Bug("sampler entropy counts padding", "rollout/transformers.py",
         "summed = [row[:n].sum().item() for", "summed = [row.sum().item() for",
@@ -136,6 +142,17 @@ BUGS = [
         '"prompts_seen": self.cursor.position',
         '"prompts_seen": self.steps_done * self.cfg.rollout.prompts_per_step',
         "unit/train/test_engine_failure.py"),
+    Bug("a step's speed leaves out the refills", "train/trainer.py",
+        "sum(rollout.tokens for rollout in self.batch.rollouts)",
+        "sum(rollout.tokens for rollout in self.batch.rollouts[:1])",
+        "unit/train/test_trainer.py::test_every_step_is_reported_once_with_declared_metrics"),
+    Bug("peak memory is that of rank 0", "train/trainer.py",
+        "{name: max(rank[name] for rank in of_ranks) for name in peak}",
+        "{name: of_ranks[0][name] for name in peak}",
+        "unit/train/test_trainer.py::test_peak_memory_is_that_of_the_rank_with_most"),
+    Bug("minutes of a server's rollout are seconds", "rollout/vllm_server/server_engine.py",
+        "deadline = time.monotonic() + 60 * minutes", "deadline = time.monotonic() + minutes",
+        "unit/rollout/test_vllm_server.py::test_the_time_limit_holds_for_all_tries_of_a_request"),
     # sampling ahead
     Bug("a step sampled ahead has the noise of the step before", "train/trainer.py",
         "engine.sync(level.noise(following))", "engine.sync(level.noise(step))",
@@ -171,6 +188,12 @@ BUGS = [
         "quantized_by_rows(quantize, weights.pop(name), rows, name=name)",
         "quantized_by_rows(quantize, weights[name], rows, name=name)",
         "unit/model/test_loading.py"),
+    Bug("adapters of all seeds begin alike", "model/policy.py",
+        "torch.manual_seed(cfg.seed)", "torch.manual_seed(0)",
+        "unit/model/test_lora.py::test_a_new_adapter_is_drawn_from_the_seed_of_the_run_alone"),
+    Bug("an exported adapter lacks the revision of its base", "tools/export.py",
+        "            settings.revision = cfg.model.revision\n", "",
+        "unit/tools/test_export.py::test_an_adapter_on_a_model_of_the_hub_names_the_model_and_its_revision"),
     # evaluation
     Bug("pass@k draws one sample less", "report/stats.py",
         "samples - c + 1)", "samples - c)",
@@ -199,6 +222,9 @@ BUGS = [
         '"tokens_per_second": float(tokens.sum() / spent),',
         '"tokens_per_second": float(steps["step/tokens_per_second"].mean()),',
         "unit/report/test_report.py"),
+    Bug("variances are raised to the mean of their family", "report/verdicts.py",
+        "float(np.median(family[", "float(np.mean(family[",
+        "unit/report/test_verdicts.py::test_seeds_that_agree_by_luck_decide_nothing"),
 ]  # fmt: skip
 
 
