@@ -5,6 +5,7 @@ file or its columns are wrong.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class Row:
         for part in self.columns[role].split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
-            raise BadRow(f"has no {self.columns[role]!r}; it has {sorted(map(str, self.values))}")
+            has = sorted(name for name, found in self.values.items() if found is not None)
+            raise BadRow(f"has no {self.columns[role]!r}; it has {has}")
         return value
 
     def text(self, role: str) -> str:
@@ -67,11 +69,19 @@ class Row:
     def number_or_text(self, role: str) -> str:
         """Return the value in the column for `role` as stripped text. Numbers become text, 27.0 becomes "27".
 
-        Raises BadRow if the value is missing, blank, or neither a number nor a text.
+        Raises BadRow if the value is missing, blank, or neither a number nor a text. A float that is no decimal of at
+        most 15 digits is refused too, because it was computed: only its own 17 digits would equal it as a decimal.
         """
-        value = self.value(role)
+        value, column = self.value(role), self.columns[role]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadRow(f"has no number in {column!r}: {str(value)!r}")
         if isinstance(value, float) and value.is_integer():
             value = int(value)
+        if isinstance(value, float) and float(f"{value:.15g}") != value:
+            raise BadRow(
+                f"has in {column!r} the computed number {value!r}, which no answer equals digit by digit: write text, "
+                'for example "0.3" or "1/3"'
+            )
         return str(value) if type(value) in (int, float) else self.text(role).strip()
 
 

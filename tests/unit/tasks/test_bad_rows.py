@@ -9,12 +9,13 @@ import hub_rows
 from hub_rows import MANY, gsm8k_folder, refusal
 from qerl_lab import tasks
 from qerl_lab.config.task import BigMathConfig, TaskConfig
+from qerl_lab.tasks.question_files import Row
 
 
 @pytest.mark.parametrize(("row", "said"), [
     ({"question": "Two?"}, "has no 'answer'; it has ['question']"),
     ({"question": "Two?", "answer": 2}, "has no text in 'answer', but int"),
-    ({"question": None, "answer": "#### 2"}, "has no 'question'"),
+    ({"question": None, "answer": "#### 2"}, "has no 'question'; it has ['answer']"),
     ({"question": " ", "answer": "#### 2"}, "has nothing in 'question'"),
     *(({"question": "Two?", "answer": answer}, "has no number after `####` (write for example `#### 72`): ")
       for answer in ("4", "#### four")),
@@ -74,6 +75,9 @@ def test_more_than_one_bad_row_in_a_hundred_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "change", "said"), [
     ("math500", {"answer": True}, "has no text in 'answer', but bool"),
     ("math500", {"answer": ""}, "has nothing in 'answer'"),
+    ("math500", {"answer": float("nan")}, "has no number in 'answer': 'nan'"),
+    ("math500", {"answer": 0.1 + 0.2}, "has in 'answer' the computed number 0.30000000000000004, which no"),
+    ("math500", {"answer": 1 / 3}, "has in 'answer' the computed number 0.3333333333333333, which no"),
     ("math500", {"unique_id": None}, "has no 'unique_id'"),
     ("math500", {"unique_id": "test/algebra/7.json"}, "has the id 'test/algebra/7.json' of a row before it"),
     ("amc23", {"answer": float("nan")}, "has no number in 'answer': 'nan'"),
@@ -99,3 +103,8 @@ def test_a_training_question_that_is_held_out_too_is_left_out_in_any_spelling(tm
     assert "1 of 201 rows are bad and left out; the first: gsm8k-train-200 is held out too" in task.warnings[0]
     cfg = gsm8k_folder(tmp_path, [hub_rows.gsm8k(n) for n in range(1000, 1010)])
     assert "10 of 210 rows are bad" in refusal(cfg)
+
+
+@pytest.mark.parametrize(("number", "text"), [(27.0, "27"), (0.1, "0.1"), (-12.375, "-12.375"), (1e-7, "1e-07")])
+def test_a_number_with_the_digits_that_were_typed_is_an_answer(number: float, text: str) -> None:
+    assert Row({"answer": number}, {"answer": "answer"}).number_or_text("answer") == text
