@@ -96,7 +96,7 @@ def run(a_path: str, b_path: str) -> None:
 def read_arm(path: str) -> dict[int, Evaluated]:
     """Read the evaluation in a folder, or all evaluations below it; return them by seed of their run.
 
-    Raises ConfigError if there is none, or if they are not the seeds of one arm.
+    Raises ConfigError if there is none, if they are not the seeds of one arm, or if a run got more steps since.
     """
     top = Path(path).expanduser()
     files = [top / ABOUT] if (top / ABOUT).is_file() else sorted(top.rglob(ABOUT))
@@ -111,6 +111,8 @@ def read_arm(path: str) -> dict[int, Evaluated]:
         about = read_json(folder / ABOUT, dict)
         if about.get("schema") != SCHEMA:
             raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again with overwrite=true.")
+        if folder != top:
+            _refuse_outgrown(folder, about)
         first, seed = next(iter(by_seed.values())).about if by_seed else about, int(about["run_seed"])
         mine, others = identity_of(about), identity_of(first)
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
@@ -123,6 +125,21 @@ def read_arm(path: str) -> dict[int, Evaluated]:
             )
         by_seed[seed] = Evaluated(about, rows_by_group(pd.read_parquet(folder / ROWS), about["own_is_common"]))
     return by_seed
+
+
+def _refuse_outgrown(folder: Path, about: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the evaluation in `folder` lies in a run that was given more steps after it.
+
+    `about` is its evaluation.json. An evaluation of the base alone records no steps and passes.
+    """
+    run, steps = RunDirectory(folder.parent.parent), about["arm"].get("steps")
+    if steps is None or not run.is_claimed or (now := run.settings()["steps"]) == steps:
+        return
+    raise ConfigError(
+        f"{format_path(folder)} is of step {steps}, and the run has {now} steps now. Type python -m qerl_lab.evaluate "
+        f"accuracy {shell_override('run', format_path(run.path))} and move the older evaluation out of the run, or "
+        "type the directory of one."
+    )
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:

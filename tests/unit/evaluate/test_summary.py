@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_rel
 
+import run_directories
 from qerl_lab.cli.grammar import parse_options
 from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
@@ -213,6 +215,18 @@ def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a" / ABOUT).write_text(json.dumps(about | {"schema": SCHEMA - 1}))
     with pytest.raises(ConfigError, match="of another version of the lab"):
         compare.read_arm(folder)
+
+
+def test_an_evaluation_of_a_run_that_got_more_steps_since_is_refused_unless_it_is_typed(tmp_path: Path) -> None:
+    run = run_directories.claimed(tmp_path / "run", run_directories.config("bf16", 0, steps=20))
+    typed = write(run.path / "evaluations" / "x", answers(A), arm={"steps": "10"})
+    write(run.path / "evaluations" / "y", answers(A), run_seed=1)  # of the base alone
+    with pytest.raises(ConfigError, match=r"x is of step 10, and the run has 20 steps now. Type .* accuracy run=.*run"):
+        compare.read_arm(str(run.path))
+    assert compare.read_arm(typed).keys() == {0}
+    write(run.path / "new", answers(A), arm={"steps": "20"})
+    shutil.rmtree(typed)
+    assert compare.read_arm(str(run.path / "new")).keys() == {0}
 
 
 def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
