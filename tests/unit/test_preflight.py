@@ -95,8 +95,16 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
         ("task=gsm8k task.path=none", ["has no training question"]),
         (
             "task=gsm8k task.path=one",
-            ["one has 1 held-out questions", "Add some to test.jsonl, or type eval.questions=0"],
+            ["one has 1 held-out question,", "Add some to test.jsonl, or type eval.questions=0"],
         ),
+        (
+            "task=bigmath task.path=one/train.jsonl task.columns.question=question task.columns.answer=answer",
+            [
+                "train.jsonl has 0 held-out questions",
+                "Add rows, of which one in 64 is held out, or type eval.questions=0",
+            ],
+        ),
+        ("task.module=few.py", ["few.py has 1 held-out question,", "Let its function heldout return more, or type"]),
         ("task=gsm8k task.path=unasked eval.questions=0 eval.every=1", ["has 0 held-out", "or type eval.every=0."]),
         (
             "task.arithmetic.max_operand=2 task.arithmetic.min_steps=1 task.arithmetic.max_steps=1",
@@ -125,6 +133,9 @@ def test_a_command_that_cannot_run_is_refused_before_anything_is_made(
     line: str, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").touch()
+    Path("few.py").write_text(
+        "from qerl_lab.tasks import arithmetic\n\ndef heldout(cfg):\n    return arithmetic.heldout(cfg)[:1]\n"
+    )
     row, other = (json.dumps({"question": asked, "answer": "#### 2"}) + "\n" for asked in ("1+1?", "0+2?"))
     for name, train, test in (("none", "", row * 2), ("one", other, row), ("unasked", row, "")):
         Path(name).mkdir()

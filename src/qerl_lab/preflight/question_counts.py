@@ -7,14 +7,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from qerl_lab import tasks
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build_config
 from qerl_lab.config.schema import POCKET, RunConfig
 from qerl_lab.config.task import ARITHMETIC, TaskConfig
-from qerl_lab.tasks import arithmetic, question_files
+from qerl_lab.tasks import arithmetic, question_files, question_sets
 
 
 def check(cfg: RunConfig) -> list[str]:
@@ -69,14 +71,18 @@ def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     train on, or if an evaluation has fewer than two.
     """
     more = "a larger task.arithmetic.max_operand" if cfg.task.name == ARITHMETIC else "another task.path"
-    keys = [f"task.{key}={given}" for key in ("module", "path") if (given := getattr(cfg.task, key))]
+    keys = [f"task.{key}={given}" for key in ("path", "module") if (given := getattr(cfg.task, key))]
     source = keys[0] if keys else f"task={cfg.task.name} at this difficulty"
     if train == 0:
         raise ConfigError(f"{source} has no training question. Type {more}.")
     if (unasked := overrides_without_evaluation(cfg)) and heldout < 2:
-        remedy = "Add some to test.jsonl, or type" if cfg.task.path else f"Type {more}, or"
+        remedy = f"Type {more}, or"
+        if cfg.task.path:
+            remedy = f"Add {_rows_to_hold_out(cfg.task.name, Path(cfg.task.path).expanduser())}, or type"
+        elif cfg.task.module:
+            remedy = "Let its function heldout return more, or type"
         raise ConfigError(
-            f"{source} has {heldout} held-out questions, and an evaluation needs two. {remedy} {unasked}."
+            f"{source} has {with_noun(heldout, 'held-out question')}, and an evaluation needs two. {remedy} {unasked}."
         )
     notes = []
     if cfg.eval.questions > heldout:
@@ -84,6 +90,13 @@ def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     if cfg.task.train_questions > train:
         notes.append(f"task.train_questions={cfg.task.train_questions}: there are {train:,}, all of them are used")
     return notes
+
+
+def _rows_to_hold_out(task: str, path: Path) -> str:
+    """Describe in words the rows that give a task more held-out questions, if its rows are in `path`."""
+    if path.is_file() or (task in question_sets.SOURCES and question_sets.SOURCES[task].test is None):
+        return f"rows, of which one in {question_files.ONE_IN} is held out"
+    return "some to test.jsonl"
 
 
 def overrides_without_evaluation(cfg: RunConfig) -> str:
