@@ -147,12 +147,16 @@ class SweepJob:
 
 
 def failure_message(run: RunDirectory) -> str:
-    """Return why a run failed, then the file with the traceback or, after a full disk, the command to resume."""
+    """Return why a run failed, then the file with the traceback.
+
+    A full disk and a signal leave no traceback; the text then ends with the command that resumes the run.
+    """
     file = run.path / "FAILED"
-    if file.stat().st_size:
+    text = file.read_text(encoding="utf-8")
+    if len(text.splitlines()) > 1:
         return f"failed: {run.reason}\n{terminal.format_path(file)} has the traceback"
     line = f"{terminal.python_command()} -m qerl_lab {resume_override(terminal.format_path(run.path))}"
-    return f"failed: {run.reason}. Free some space, then continue with\n  {line}"
+    return f"failed: {run.reason}. {'Continue' if text else 'Free some space, then continue'} with\n  {line}"
 
 
 def start(run: RunDirectory, typed: TypedCommand | None = None, sweep_job: SweepJob | None = None) -> int:

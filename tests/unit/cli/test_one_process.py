@@ -144,11 +144,16 @@ def test_more_gpus_than_there_are_is_an_error(machine: Callable[..., None], coun
         ranks.hide_other_gpus(4)
 
 
-def test_a_run_that_a_full_disk_ended_is_told_how_to_continue(tmp_path: Path) -> None:
+def test_a_run_that_a_full_disk_or_a_signal_ended_is_told_how_to_continue(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     (run.path / "FAILED").touch()
     reason, _, command = launch.failure_message(run).partition("\n")
     assert reason.endswith("could not be written. Free some space, then continue with")
+    assert command.endswith(f"python -m qerl_lab resume={tmp_path}")
+    (run.path / "FAILED").unlink()
+    run.settle(-signal.SIGKILL)
+    reason, _, command = launch.failure_message(run).partition("\n")
+    assert reason.endswith("as the system does when memory runs out. Continue with")
     assert command.endswith(f"python -m qerl_lab resume={tmp_path}")
     (run.path / "FAILED").write_text("ValueError: 3\n\ntrace")
     assert launch.failure_message(run) == f"failed: ValueError: 3\n{tmp_path}/FAILED has the traceback"
