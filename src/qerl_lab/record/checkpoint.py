@@ -56,13 +56,15 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
         state: the fields of `Saved` except `path`.
         write: writes the trainer's files into the empty directory it receives.
 
-    Raises OSError if the disk is full, whatever error `write` raised.
+    Raises OSError if the disk is full, whatever error `write` raised, and FileNotFoundError if the run's directory is
+    gone.
     """
     final = folder / f"step-{state['step']:06d}"
     aside = folder / f".{final.name}.{os.getpid()}"
     for leftover in folder.glob(".step-*"):  # of a killed process, or damaged
         shutil.rmtree(leftover)
-    aside.mkdir(parents=True)
+    folder.mkdir(exist_ok=True)  # without its parents, so that no second directory appears for a renamed run
+    aside.mkdir()
     try:
         write(aside)
         (aside / STATE).write_text(json.dumps(state))

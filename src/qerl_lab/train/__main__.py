@@ -47,13 +47,22 @@ def main(directory: RunDirectory, parent: int) -> int:
             from qerl_lab.train import run
 
         return run.run(cfg, directory, stop)
-    except Exception as error:  # the process boundary: FAILED records every error
+    except Exception as caught:  # the process boundary: FAILED records every error
+        error = caught if directory.is_claimed else gone_error(directory.path)
         trace = redact(traceback.format_exc())
         if is_alone or directory.status != "failed":  # else another rank failed first and wrote FAILED
             directory.fail(f"{type(error).__name__}: {redact(str(error))}\n\n{trace}")
         if needs_traceback(error):
             print(trace, end="", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else FAILURE
+
+
+def gone_error(path: Path) -> ConfigError:
+    """Return the error for a run that failed because its directory `path` was removed or renamed."""
+    return ConfigError(
+        f"{path} was removed or renamed while its run was writing there. If it was renamed, type resume=DIR with the "
+        "name that it has now: the run continues from its last checkpoint."
+    )
 
 
 def check_vllm_imports() -> None:

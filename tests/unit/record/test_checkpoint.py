@@ -57,6 +57,12 @@ def test_the_newest_is_by_step_and_the_newest_few_are_kept(tmp_path) -> None:
     assert newest(tmp_path).step == 1_000_000
 
 
+def test_a_run_that_was_renamed_gets_no_second_directory(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError):
+        saved(tmp_path / "renamed" / "checkpoints", 25)
+    assert names(tmp_path) == []
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 

@@ -1,6 +1,7 @@
 """The engine of a run, from its building to its closing."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.record import checkpoint, environment
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.system.exits import FAILURE, USAGE
 from qerl_lab.train import run as run_module
+from qerl_lab.train.__main__ import main
 from qerl_lab.train.stop import Stop
 from run_directories import claimed
 
@@ -50,6 +53,25 @@ def test_the_code_on_record_is_what_began_not_what_was_edited_while_the_model_lo
     run_module.run(tiny(eval__questions=0), directory := RunDirectory(tmp_path), Stop())
     assert environment.code_hash() != began
     assert directory.environment()["code_hash"] == began
+
+
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_a_run_whose_directory_was_renamed_says_that_and_prints_no_traceback(
+    tiny, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str], is_renamed: bool
+) -> None:
+    directory = claimed(tmp_path / "run", tiny())
+
+    def rename_and_write(*_: Any) -> int:
+        if is_renamed:
+            directory.path.rename(tmp_path / "renamed")
+        raise FileNotFoundError("checkpoints/step-000004")
+
+    monkeypatch.setattr(run_module, "run", rename_and_write)
+    monkeypatch.setattr(Stop, "on_signals", lambda parent: Stop())
+    said = f"ConfigError: {directory.path} was removed or renamed while its run" if is_renamed else "FileNotFoundError:"
+    assert main(directory, os.getppid()) == (USAGE if is_renamed else FAILURE)
+    assert directory.reason.startswith(said)
+    assert ("Traceback" in capsys.readouterr().err) is not is_renamed
 
 
 @pytest.mark.parametrize(
