@@ -282,7 +282,7 @@ def notes(comparison: Comparison) -> list[str]:
         )
     if damaged := len(comparison.damaged):
         sentences.append(
-            f"The record of {with_noun(damaged, 'run')} is damaged: put its files back as they were, or type "
-            "hydra.sweep.dir=DIR with the line that began it."
+            f"The record of {with_noun(damaged, 'run')} is damaged; the runs left out have the reason and what to do. "
+            "To make the runs of a sweep again, type the line that began it with hydra.sweep.dir=DIR."
         )
     return sentences

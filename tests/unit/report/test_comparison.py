@@ -106,7 +106,7 @@ def test_a_damaged_run_is_named_and_an_older_sound_one_counts(here: Path, how: s
     (line,) = found.left_out
     assert line.startswith("runs/damaged: damaged (")
     assert said in line
-    assert any(note.startswith("The record of 1 run is damaged: put") for note in comparison.notes(found))
+    assert any(note.startswith("The record of 1 run is damaged; the runs left out") for note in comparison.notes(found))
 
 
 def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_named(here: Path) -> None:
