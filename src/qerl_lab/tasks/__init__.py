@@ -97,9 +97,12 @@ def load(cfg: TaskConfig, training: str | None = "train") -> Task:
     asked = {wording(question.prompt) for question in heldout}
     kept = [question for question in train if wording(question.prompt) not in asked]
     shared = [f"{question.id} is held out too" for question in train if wording(question.prompt) in asked]
-    notes = [*train.notes, *note_bad_rows(shared, len(train), "Check task.path.")]
+    remedy = "Check task.path." if cfg.path or not cfg.module else f"Check train and heldout in {cfg.module}."
+    notes = [*train.notes, *note_bad_rows(shared, len(train), remedy)]
     train = Questions(kept[: cfg.train_questions or None], train.rows_left_out + len(shared), notes)
     sets = {"training": train, "heldout": heldout}
+    if repeated := len(heldout) - len(asked):
+        heldout.notes.append(f"{repeated:,} of {len(heldout):,} repeat another, and intervals count each as a new one")
     # note -> role of the questions; a note on a file that both share is listed once
     roles = dict.fromkeys(heldout.notes, "heldout") | dict.fromkeys(train.notes, "training")
     further = functions["weights"](cfg) if "weights" in functions else {}

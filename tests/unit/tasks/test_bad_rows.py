@@ -108,3 +108,25 @@ def test_a_training_question_that_is_held_out_too_is_left_out_in_any_spelling(tm
 @pytest.mark.parametrize(("number", "text"), [(27.0, "27"), (0.1, "0.1"), (-12.375, "-12.375"), (1e-7, "1e-07")])
 def test_a_number_with_the_digits_that_were_typed_is_an_answer(number: float, text: str) -> None:
     assert Row({"answer": number}, {"answer": "answer"}).number_or_text("answer") == text
+
+
+def test_held_out_questions_that_repeat_another_are_counted(tmp_path: Path) -> None:
+    cfg = gsm8k_folder(tmp_path)
+    assert tasks.load(cfg).warnings == ()
+    first = hub_rows.gsm8k(1000)
+    again = [first, first | {"question": first["question"].upper()}]
+    hub_rows.write_jsonl(tmp_path / "test.jsonl", [*again, hub_rows.gsm8k(1001)])
+    (warning,) = tasks.load(cfg).warnings
+    assert warning == "heldout questions: 1 of 3 repeat another, and intervals count each as a new one"
+
+
+def test_a_file_that_holds_out_its_training_questions_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from qerl_lab.tasks import Question\n"
+        "def train(cfg): return [Question('1', '1+1?', '2'), Question('2', '1+2?', '3')]\n"
+        "heldout = train\n"
+    )
+    assert f"1 is held out too, and more than 1% is an error. Check train and heldout in {file}." in refusal(
+        TaskConfig(module=str(file))
+    )
