@@ -28,7 +28,7 @@ class LabLauncher(Launcher):
     """
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
-        """Override Hydra's hook: keep its callbacks, and `config`, the composed configuration of the sweep."""
+        """Override Hydra's hook: store Hydra's callbacks and the configuration of the sweep for `launch`."""
         self.callbacks, self.config = hydra_context.callbacks, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

@@ -128,9 +128,9 @@ def read_arm(path: str) -> dict[int, Evaluated]:
 
 
 def _refuse_outgrown(folder: Path, about: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the evaluation in `folder` lies in a run that was given more steps after it.
+    """Raise ConfigError if the evaluation in `folder` is out of date, because its run was trained further since.
 
-    `about` is its evaluation.json. An evaluation of the base alone records no steps and passes.
+    `about` is the evaluation's evaluation.json. An evaluation of the base alone records no steps and passes.
     """
     run, steps = RunDirectory(folder.parent.parent), about["arm"].get("steps")
     if steps is None or not run.is_claimed or (now := run.settings()["steps"]) == steps:

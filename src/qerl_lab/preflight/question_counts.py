@@ -93,7 +93,7 @@ def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
 
 
 def _rows_to_hold_out(task: str, path: Path) -> str:
-    """Describe in words the rows that give a task more held-out questions, if its rows are in `path`."""
+    """Return the words of an error message for the rows to add to `path`, so that more questions are held out."""
     if path.is_file() or (task in question_sets.SOURCES and question_sets.SOURCES[task].test is None):
         return f"rows, of which one in {question_files.ONE_IN} is held out"
     return "some to test.jsonl"

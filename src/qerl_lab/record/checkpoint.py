@@ -26,7 +26,7 @@ MANIFEST, STATE = "manifest.json", "lab_state.json"
 
 @dataclass(frozen=True)
 class Saved:
-    """The state of a checkpoint, verified.
+    """The state of a checkpoint, as `load` verified it.
 
     Attributes:
         step: number of steps trained.
@@ -113,9 +113,9 @@ def last_step(folder: Path) -> int:
 
 
 def newest(folder: Path, *, with_weights: bool = True) -> Saved | None:
-    """Return the newest intact checkpoint in `checkpoints/`, or None; warn of each damaged one on standard error.
+    """Return the newest intact checkpoint in `checkpoints/`, or None. Print a warning for each damaged one on stderr.
 
-    Without `with_weights` only the state of a checkpoint is verified, as in `load`.
+    With with_weights=False damage to the weights is not found, see `load`.
     """
     candidates = _step_folders(folder)
     while candidates:
@@ -154,9 +154,9 @@ def set_damaged_aside(folder: Path, step: int) -> None:
 
 
 def load(path: Path, *, with_weights: bool = True) -> Saved:
-    """Verify the checkpoint in the folder `path` and read its state.
+    """Compare the files of the checkpoint in the folder `path` with their SHA-256, and return its state.
 
-    Without `with_weights` only the file of the state is verified, because hashing the weights can take minutes.
+    with_weights=False compares the state's file only, because hashing the weights can take minutes.
     Raises OSError if a file is missing; ValueError if one does not match its checksum, or if the state has no checksum
     or other fields than `Saved`.
     """

@@ -339,8 +339,8 @@ class RunDirectory:
     def starting_point(self, *, with_weights: bool = True) -> checkpoint.Saved | None:
         """Return the newest intact checkpoint to resume from, or None to start from step 0.
 
-        Without `with_weights` its weights are not read and may be damaged: a check before the run's process, which
-        reads them, starts.
+        with_weights=False does not read the weights, which may then be damaged. The command uses this before it starts
+        the run's process, which reads them.
 
         Raises ConfigError if resolved.yaml differs from the configuration in the checkpoint (`refuse_edited_config`),
         or if metrics.jsonl does not have each step up to the checkpoint once.

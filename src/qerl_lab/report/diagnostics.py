@@ -30,15 +30,15 @@ PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "mar
 
 
 class Passes(NamedTuple):
-    """pass@k of an arm after training by k, with its interval over seeds, and how many seeds and questions it is of."""
+    """pass@k of one arm after training."""
 
-    by_k: dict[int, Interval]
-    seeds: int
-    questions: int
+    by_k: dict[int, Interval]  # k -> pass@k with its interval over seeds
+    seeds: int  # number of seeds
+    questions: int  # number of questions that all seeds answered
 
 
 def pass_at_each_k(runs: Sequence[Run]) -> Passes:
-    """Compute pass@k of an arm after training for each k (1, 2, 4, ..., eval.samples).
+    """Compute pass@k of an arm after training, for k = 1, 2, 4, ..., eval.samples.
 
     Raises Unmeasured for fewer than two seeds, questions or samples per question, and if an answer is partly right.
     """
@@ -155,9 +155,9 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
 
 
 def _title_of(claim: Claim) -> str:
-    """Return the title of a claim's panel: the claim in words, because a reader of the figure does not know its name.
+    """Return a panel's title: the claim in words, because a reader of the figure does not know the claim's name.
 
-    A user wrote the words, so no part of them is read as a formula.
+    Escapes `$`, which matplotlib would read as the beginning of a formula.
     """
     return textwrap.fill(f"Claim: {claim.says}", TITLE_CHARS).replace("$", r"\$")
 

@@ -73,15 +73,16 @@ class Row:
         most 15 digits is refused too, because it was computed: only its own 17 digits would equal it as a decimal.
         """
         value, column = self.value(role), self.columns[role]
-        if isinstance(value, float) and not math.isfinite(value):
-            raise BadRow(f"has no number in {column!r}: {str(value)!r}")
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, float) and float(f"{value:.15g}") != value:
-            raise BadRow(
-                f"has in {column!r} the computed number {value!r}, which no answer equals digit by digit: write text, "
-                'for example "0.3" or "1/3"'
-            )
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise BadRow(f"has no number in {column!r}: {str(value)!r}")
+            if value.is_integer():
+                value = int(value)
+            elif float(f"{value:.15g}") != value:
+                raise BadRow(
+                    f"has in {column!r} the computed number {value!r}, which no answer equals digit by digit: write "
+                    'text, for example "0.3" or "1/3"'
+                )
         return str(value) if type(value) in (int, float) else self.text(role).strip()
 
 

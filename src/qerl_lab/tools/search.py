@@ -211,7 +211,7 @@ def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
 
 
 def _trials_by_code(study: "Study", options: SearchOptions) -> dict[str, list[str]]:
-    """Map each hash of source files, "none" if a run lacks it, to the numbers of the trials whose processes had it."""
+    """Map each `code_hash` in env.json of the runs to the numbers of its trials; "none" stands for runs without one."""
     found = dict[str, list[str]]()
     for trial in study.trials:
         runs = map(RunDirectory, options.trial_folder(trial).glob("*"))

@@ -58,7 +58,7 @@ def main(directory: RunDirectory, parent: int) -> int:
 
 
 def gone_error(path: Path) -> ConfigError:
-    """Return the error for a run that failed because its directory `path` was removed or renamed."""
+    """Return the error that tells how to continue a run after its directory `path` was removed or renamed."""
     return ConfigError(
         f"{path} was removed or renamed while its run was writing there. If it was renamed, type resume=DIR with the "
         "name that it has now: the run continues from its last checkpoint."

@@ -40,12 +40,8 @@ def play(policy, tiny, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
 
         def make(vllm: Endless, **changes: object) -> Engine:
             engine = object.__new__(module.VllmEngine)
-            engine.policy, engine.cfg, engine.llm, engine._adapter = (
-                policy,
-                tiny(**changes),
-                PlayedLlm(policy.model),
-                None,
-            )
+            engine.policy, engine.cfg = policy, tiny(**changes)
+            engine.llm, engine._adapter = PlayedLlm(policy.model), None
             engine.llm.llm_engine = vllm
             return engine
 
