@@ -504,8 +504,8 @@ class RunDirectory:
         """Check every file of the record; return the lines of metrics.jsonl. Raises ConfigError if one is damaged.
 
         resolved.yaml must be the configuration of the run (`refuse_edited_config`). metrics.jsonl must have every step
-        up to the newest checkpoint once. A finished run must have all configured steps, a whole last line, and
-        eval.parquet unless eval.questions is 0.
+        up to the newest checkpoint once. A finished run must have all configured steps, and eval.parquet unless
+        eval.questions is 0.
         """
         if self.is_claimed:
             self.refuse_edited_config(*checkpoint.newest_config(self.checkpoints))
@@ -514,13 +514,8 @@ class RunDirectory:
         for read in (self.result, self.environments, self.sessions, self.mirror):  # each raises for a damaged file
             read()
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
-        lines, end_of_lines = self.metrics_from(0)  # read after the checkpoints, as a running run adds to both
+        lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
-        file = self.path / METRICS_FILE.name
-        if is_done and end_of_lines < file.stat().st_size:
-            raise ConfigError(
-                f"{file} ends in the middle of a line. Move {DONE} away and resume the run, which then writes the rest."
-            )
         self.evaluations()  # a damaged file would replace the copy in a mirror
         if is_done and settings.get("eval.questions") != "0" and not (self.path / EVALUATIONS).exists():
             raise ConfigError(f"{EVALUATIONS} is missing. Move {DONE} away and resume the run, which then writes it.")
