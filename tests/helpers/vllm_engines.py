@@ -28,10 +28,10 @@ IGNORED = ["lm_head", "down_proj"]  # down_proj stays dense, the others are pack
 def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way: str, **changes: Any) -> RunConfig:
     """Return the configuration of a run with the model in `folder`.
 
-    `way` names what computes, joined by "+": one of `WAYS` in tests/gpu.
+    `way` names what computes, joined by "+": one of `WAYS` in tests/gpu. `changes` win over what it says.
     """
     ways, usual = way.split("+"), "auto" if weight_format == "fp8" else "vllm"  # vLLM's choice is Humming for FP8
-    return tiny(
+    settings = dict(
         device="auto", model__path=str(folder), format__name=weight_format,
         lora__rank=0 if way == "full" else 16, rollout__engine="vllm",
         rollout__max_completion_tokens=128, rollout__batch_size=64,
@@ -42,8 +42,8 @@ def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way
         rollout__vllm__share_base="share_base" in ways,
         rollout__vllm__lora="request" if way == "request" else "dense",
         **({"format__ignore": IGNORED} if "ignore" in ways else {}),
-        **changes,
     )  # fmt: skip
+    return tiny(**settings | changes)
 
 
 def prompts() -> list[list[int]]:
