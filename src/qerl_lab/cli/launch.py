@@ -4,7 +4,6 @@ A process per run keeps jobs of a sweep from leaking state (GPU memory, thread s
 and lets a job die without the sweep.
 """
 
-import io
 import math
 import os
 import signal
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -176,8 +175,7 @@ def start(run: RunDirectory, typed: TypedCommand | None = None, sweep_job: Sweep
             return OK
         if before != "not run":
             run.check()
-            with redirect_stderr(io.StringIO()):  # the child prints what it skips, and verifies the weights
-                run.starting_point(with_weights=False)
+            run.starting_point(with_weights=False)
         threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
         added = sweep_job.variables if sweep_job else {}
         shared = {**CHILD_ENVIRONMENT, **threads, **os.environ, **added}

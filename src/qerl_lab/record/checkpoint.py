@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,8 @@ def last_step(folder: Path) -> int:
 def newest(folder: Path, *, with_weights: bool = True) -> Saved | None:
     """Return the newest intact checkpoint in `checkpoints/`, or None. Print a warning for each damaged one on stderr.
 
-    With with_weights=False damage to the weights is not found, see `load`.
+    With with_weights=False damage to the weights is not found (see `load`), and nothing is printed: the run's process,
+    which reads the weights, prints the warnings.
     """
     candidates = _step_folders(folder)
     while candidates:
@@ -124,21 +124,9 @@ def newest(folder: Path, *, with_weights: bool = True) -> Saved | None:
             return load(path, with_weights=with_weights)
         except (OSError, ValueError) as damage:
             instead = "using the previous one" if candidates else "there is no earlier one, so training starts again"
-            print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
+            if with_weights:
+                print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
-
-
-def newest_config(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the name of the newest checkpoint in `checkpoints/` with an intact state, and its `Saved.config`.
-
-    Returns ("", {}) if there is none. Verifies only the file of the state, because hashing the weights takes seconds.
-    """
-    for path in reversed(_step_folders(folder)):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            state = path / STATE
-            if sha256(state) == parse_json((path / MANIFEST).read_text())[STATE]:
-                return path.name, dict(parse_json(state.read_text())["config"])
-    return "", {}
 
 
 def set_damaged_aside(folder: Path, step: int) -> None:

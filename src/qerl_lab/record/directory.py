@@ -299,17 +299,17 @@ class RunDirectory:
         """Read resolved.yaml as text. Raises OSError if the file cannot be read."""
         return (self.path / RESOLVED).read_text(encoding="utf-8")
 
-    def refuse_edited_config(self, name: str, saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError if resolved.yaml differs from `saved`, the configuration in the checkpoint `name`.
+    def refuse_edited_config(self, saved: checkpoint.Saved) -> None:
+        """Raise ConfigError if resolved.yaml differs from the configuration in the checkpoint `saved`.
 
-        Compares the keys in `saved` (those of `arm.settings_of_run`); an empty `saved` passes. A key of `arm.ADDED`
+        Compares the keys in `saved.config` (those of `arm.settings_of_run`); an empty one passes. A key of `arm.ADDED`
         that either lacks counts with its value in `arm.ADDED`. An extension after the checkpoint may add steps.
         """
-        if not saved:
+        if not saved.config:
             return
         now = arm.model_by_content({**arm.ADDED, **dict(arm.flatten(self._config_values()))})
-        then = {**arm.ADDED, **saved}
-        steps, extended = saved.get("steps"), now.get("extended")
+        then = {**arm.ADDED, **saved.config}
+        steps, extended = then.get("steps"), now.get("extended")
         if isinstance(extended, list) and steps in extended:  # the checkpoint is older than the extension
             now |= {"steps": steps, "extended": extended[: extended.index(steps)]}
         changed = [
@@ -319,8 +319,8 @@ class RunDirectory:
         ]
         if changed:
             raise ConfigError(
-                f"{self.path / RESOLVED} is not the configuration that {name} was trained with: {', '.join(changed)}. "
-                f"{PUT_BACK}"
+                f"{self.path / RESOLVED} is not the configuration that {saved.path.name} was trained with: "
+                f"{', '.join(changed)}. {PUT_BACK}"
             )
 
     def check(self) -> None:
@@ -348,7 +348,7 @@ class RunDirectory:
         saved = checkpoint.newest(self.checkpoints, with_weights=with_weights)
         if saved is None:
             return None
-        self.refuse_edited_config(saved.path.name, saved.config)
+        self.refuse_edited_config(saved)
         lines = self.metrics()  # raises for a damaged line, and says what to do
         try:
             metrics.check_steps([line for line in lines if line["step"] <= saved.step], saved.step)
@@ -507,8 +507,8 @@ class RunDirectory:
         up to the newest checkpoint once. A finished run must have all configured steps, and eval.parquet unless
         eval.questions is 0.
         """
-        if self.is_claimed:
-            self.refuse_edited_config(*checkpoint.newest_config(self.checkpoints))
+        if self.is_claimed and (saved := checkpoint.newest(self.checkpoints, with_weights=False)):
+            self.refuse_edited_config(saved)
         is_done = self.status == "done"
         settings = self.settings() if is_done else {}
         for read in (self.result, self.environments, self.sessions, self.mirror):  # each raises for a damaged file

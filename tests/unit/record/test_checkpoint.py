@@ -90,12 +90,14 @@ def test_damage_to_any_file_is_seen_and_the_one_before_used(tmp_path, capsys, fi
     assert line.endswith("; using the previous one.")
 
 
-def test_without_the_weights_only_the_state_is_verified(tmp_path) -> None:
+def test_without_the_weights_only_the_state_is_verified(tmp_path, capsys) -> None:
+    """The run's process reads the weights, and says what is damaged."""
     path = saved(tmp_path, 1, 2, 3)
     flip(path / "optimizer.pt")
     assert newest(tmp_path, with_weights=False).step == 3
     flip(path / STATE)
     assert newest(tmp_path, with_weights=False).step == 2
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("changed", [{"step": 2, "prompts_seen": 8}, state(2) | {"later_field": 1}, []])

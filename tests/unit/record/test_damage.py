@@ -1,6 +1,5 @@
 """A damaged record is refused in one sentence, which reports, sweeps, `resync` and `samples` share."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,24 +114,6 @@ def test_an_edited_configuration_is_refused_with_the_keys_that_the_checkpoint_ha
     shutil.rmtree(newest)
     with pytest.raises(ConfigError, match=r"step-000002 was trained with"):
         run.checked_metrics()
-
-
-def with_another_rate(folder: Path) -> None:
-    state = json.loads((folder / "lab_state.json").read_text())
-    state["config"]["optim.learning_rate"] = 0.5
-    (folder / "lab_state.json").write_text(json.dumps(state))
-
-
-@pytest.mark.parametrize("harm", [
-    with_another_rate,
-    lambda folder: (folder / "lab_state.json").unlink(),
-    lambda folder: (folder / "manifest.json").write_text("{}"),
-])  # fmt: skip
-def test_of_a_damaged_checkpoint_no_configuration_is_known(tmp_path: Path, harm: Callable[[Path], object]) -> None:
-    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
-    harm(save_checkpoint(run, 4))
-    assert checkpoint.newest_config(run.checkpoints) == ("", {})
-    run.refuse_edited_config(*checkpoint.newest_config(run.checkpoints))
 
 
 def test_answers_come_in_the_order_in_which_they_were_given(tmp_path: Path) -> None:
