@@ -1,10 +1,11 @@
 """Hash the content of a local model without reading all of it. Imports no torch."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.option import ConfigError, parse_json
+from qerl_lab.config.option import ConfigError
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 # Files hashed beside the weights. The lab's records are left out: they hold times and paths.
@@ -84,7 +85,7 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = parse_json(opened.read(min(length, MAX_HEADER_BYTES)))
+            header = json.loads(opened.read(min(length, MAX_HEADER_BYTES)))
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         return header, 8 + length

@@ -1,11 +1,10 @@
 """Declare keys of the schema with default, bounds and meaning, and check values against the bounds.
 
-Also defines what all of the lab uses: ConfigError, `parse_json` and `require_package`.
+Also defines what all of the lab uses: ConfigError and `require_package`.
 """
 
 import difflib
 import importlib.util
-import json
 import math
 from dataclasses import field
 from typing import Any
@@ -15,14 +14,6 @@ BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most")) 
 
 class ConfigError(ValueError):
     """A configuration that cannot run. The message tells the user what was given, what is allowed and what to type."""
-
-
-def parse_json(text: bytes | str) -> Any:
-    """Parse JSON. Raises ValueError if it is invalid, or nested too deeply for Python."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def require_package(asked: str, package: str, remedy: str) -> None:

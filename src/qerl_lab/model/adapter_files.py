@@ -1,7 +1,9 @@
 """Validate the adapter that a run starts from (`lora.start_from`) from its files alone, before torch is imported."""
 
+import json
+
 from qerl_lab.config.keys import spell_value
-from qerl_lab.config.option import ConfigError, parse_json
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, adapter_folder, file_hash
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import shell_line, spell_list
@@ -24,7 +26,7 @@ def check(cfg: RunConfig) -> None:
     lora, setting = cfg.lora, f"lora.start_from={cfg.lora.start_from}"
     folder = adapter_folder(cfg.lora.start_from)
     try:
-        settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
     needed = {"peft_type": str, "target_modules": list, "r": int, "lora_alpha": int | float}

@@ -4,6 +4,7 @@ So a command refuses an unusable model within a moment: before anything starts, 
 what the user typed for the model (`key=value`), for messages.
 """
 
+import json
 import math
 import re
 import shlex
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, model_hash, read_safetensors_header
-from qerl_lab.config.option import ConfigError, did_you_mean, parse_json
+from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.spelling import shell_override, spell_list
@@ -178,7 +179,7 @@ def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
     user named the model; None names the directory instead.
     """
     try:
-        content = parse_json(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(content, dict):
             return content
     except FileNotFoundError:

@@ -1,5 +1,6 @@
 """Read calibration texts from a hub dataset or local file, tokenize them and cut them into equal sequences."""
 
+import json
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_lab.config.message import first_line
-from qerl_lab.config.option import ConfigError, parse_json
+from qerl_lab.config.option import ConfigError
 
 FIELDS = "text; messages or conversations; question and answer"
 SHUFFLED_ROWS = 1000  # shuffle buffer of a hub dataset, which is streamed
@@ -65,7 +66,7 @@ def _rows(dataset: str, seed: int) -> Iterator[Any]:
         random.Random(seed).shuffle(lines)
         for line in lines:
             try:
-                yield parse_json(line)
+                yield json.loads(line)
             except ValueError as error:
                 raise ConfigError(
                     f"dataset={dataset}: {line[:60]!r} is no JSON ({error}). Leave such rows out."

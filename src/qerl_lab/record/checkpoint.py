@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.option import parse_json
 from qerl_lab.config.paths import sha256
 from qerl_lab.record.metrics import METRICS_FILE
 from qerl_lab.system.exits import FULL
@@ -148,13 +147,13 @@ def load(path: Path, *, with_weights: bool = True) -> Saved:
     Raises OSError if a file is missing; ValueError if one does not match its checksum, or if the state has no checksum
     or other fields than `Saved`.
     """
-    digests = parse_json((path / MANIFEST).read_text())
+    digests = json.loads((path / MANIFEST).read_text())
     if not isinstance(digests, dict) or STATE not in digests:
         raise ValueError(f"{STATE} is not in {MANIFEST}")
     for name in digests if with_weights else [STATE]:
         if sha256(path / name) != digests[name]:
             raise ValueError(f"{name} does not match its checksum")
-    state = parse_json((path / STATE).read_text())
+    state = json.loads((path / STATE).read_text())
     try:
         return Saved(path, **state)
     except TypeError as error:

