@@ -50,6 +50,8 @@ WRITTEN_IN_PLACE = ("", RESOLVED, METRICS_FILE.name, SAMPLES_FILE.name, "checkpo
 MARKS = (RESOLVED, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 PUT_BACK = "Put it back as it was (if the run used MLflow, it is among the run's artifacts), or start a new run."
 FILES_OF_A_REFUSED_RUN = {RESOLVED, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS}
+# libyaml is eight times as fast as PyYAML's own parser, and a report reads the resolved.yaml of every run.
+YAML_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 class RunDirectory:
@@ -70,7 +72,7 @@ class RunDirectory:
 
     def refuse_used(self) -> None:
         """Raise ConfigError unless the directory is missing or empty, so that two runs never share one."""
-        if not os.path.exists(self.path) or not any(self.path.iterdir()):  # Path.exists raises if the name is too long
+        if not self.path.exists() or not any(self.path.iterdir()):
             return
         if (self.path / DONE).is_file():
             raise ConfigError(
@@ -280,15 +282,14 @@ class RunDirectory:
     def _config_values(self) -> dict[str, Any]:
         """Parse resolved.yaml. Raises ConfigError if it is missing, cannot be read or has no configuration."""
         path = self.path / RESOLVED
-        if not os.path.isfile(path):  # Path.is_file raises if the name is too long
-            is_folder = os.path.isdir(self.path)
-            what = f"has no {RESOLVED}, so it is no run directory" if is_folder else "is no directory"
+        if not path.is_file():
+            what = f"has no {RESOLVED}, so it is no run directory" if self.path.is_dir() else "is no directory"
             raise ConfigError(
                 f"{self.path} {what}. "
                 "Type the directory that the run printed, for example runs/nvfp4_aqn/seed0/20260131-120000."
             )
         try:
-            values = _parse_yaml(path.read_text(encoding="utf-8"))
+            values = YAML_LOADER(path.read_text(encoding="utf-8")).get_single_data()
         except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {in_one_line(error)}. {PUT_BACK}") from None
         if not isinstance(values, dict):
@@ -533,8 +534,7 @@ class RunDirectory:
         import pandas as pd  # imported here, because it takes a second
 
         try:
-            with path.open("rb") as file:  # pandas cannot open a path that is not UTF-8
-                rows = pd.read_parquet(file)
+            rows = pd.read_parquet(path)
             return {str(phase): part.drop(columns="phase") for phase, part in rows.groupby("phase", sort=False)}
         except (OSError, ValueError, KeyError) as error:  # pyarrow's are ValueErrors
             raise ConfigError(
@@ -556,15 +556,3 @@ class RunDirectory:
 def is_run(files: Iterable[str]) -> bool:
     """Return whether a folder with files of these names is a run directory."""
     return not set(files).isdisjoint(MARKS)
-
-
-def _parse_yaml(text: str) -> Any:
-    """Parse YAML with libyaml where PyYAML has it: eight times as fast, and a report parses the file of every run.
-
-    If libyaml refuses the text, PyYAML's Python parser reads it: this takes the escaped bytes of a path that is not
-    UTF-8. Raises YAMLError if both refuse it.
-    """
-    if yaml.__with_libyaml__:
-        with suppress(yaml.YAMLError):
-            return yaml.CSafeLoader(text).get_single_data()
-    return yaml.safe_load(text)

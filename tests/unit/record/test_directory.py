@@ -13,7 +13,6 @@ import pytest
 from qerl_lab.cli.jobs import reserve_directory
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.task import TaskConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
@@ -111,12 +110,6 @@ def test_the_part_of_a_gpu_is_changed_only_while_nobody_else_runs_there(run: Run
     assert run.config().jobs_per_gpu == 1
     assert [run.share_gpu(jobs).jobs_per_gpu for jobs in (4, 2)] == [4, 2]
     assert run.config().jobs_per_gpu == 2
-
-
-def test_a_path_that_is_not_utf_8_is_recorded_and_read(tmp_path: Path) -> None:
-    run, path = RunDirectory(tmp_path / os.fsdecode(b"caf\xe9")), os.fsdecode(b"data-\xff/\xc3\xa9.jsonl")
-    run.claim(RunConfig(task=TaskConfig(path=path)), TYPED)
-    assert run.config().task.path == run.settings()["task.path"] == path
 
 
 def test_two_processes_never_get_the_same_directory(tmp_path: Path) -> None:
