@@ -3,13 +3,11 @@
 import fcntl
 import os
 import pty
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,27 +83,6 @@ def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(start: Start, tmp_p
     assert "interrupted; 0 of 2 steps are saved. Continue with\n" in out
     assert has_ended(child)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"resolved.yaml", ".typed"}
-
-
-def test_a_second_ctrl_c_aborts_and_the_last_checkpoint_stays(start: Start, tmp_path: Path) -> None:
-    process, run = start("steps=500"), tmp_path / "run"
-    wait_for(lambda: (run / "checkpoints" / "step-000001").exists())
-    os.killpg(process.pid, signal.SIGSTOP)  # so that both signals are there before a step can end
-    os.killpg(process.pid, signal.SIGINT)
-    os.killpg(process.pid, signal.SIGCONT)
-    while launch.STOPPING not in process.stderr.readline():
-        pass
-    time.sleep(launch.SAME_STOP_SECONDS[signal.SIGINT])
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert launch.ABORTING in err
-    assert "Traceback" not in out + err
-    (saved,) = re.findall(
-        r"interrupted; (\d+) of 500 steps are saved. Continue with\n  \S+ -m qerl_lab resume=run\n", out
-    )
-    assert max(path.name for path in (run / "checkpoints").glob("step-*")) == f"step-{int(saved):06d}"
-    assert RunDirectory(run).status == "interrupted"
 
 
 def test_a_lost_terminal_saves_the_step_under_way(start: Start, tmp_path: Path) -> None:

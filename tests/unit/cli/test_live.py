@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from qerl_lab.cli import live
 from qerl_lab.cli.compose import Job
@@ -23,7 +22,7 @@ def job(folder: Path, number: int, begun: bool = False) -> Job:
     run = RunDirectory(folder / str(number))
     config = RunConfig(steps=20, seed=number, run_dir=str(run.path))
     run.claim(config, TypedCommand("the command"))
-    return Job(number, [f"seed={number}"], config, run.path, OmegaConf.create({}), begun=begun)
+    return Job(number, [f"seed={number}"], config, run.path, begun=begun)
 
 
 def at_step(run: RunDirectory, step: int) -> None:
