@@ -1,4 +1,4 @@
-"""The process model, with a stand-in for the child: claims, exit codes, sweeps, resuming."""
+"""Commands with a stand-in for the run's process: directories, exit codes, sweeps, resuming."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The process model, with a stand-in for the child: signals, lost consoles, and whose end ends a run."""
+"""Commands with a stand-in for the run's process: signals, lost consoles, and failing ranks."""
 
 import json
 import os
@@ -124,7 +124,7 @@ def fail(reason):
     ids=["killed", "diverged", "interrupted", "silent", "done"],
 )  # fmt: skip
 def test_the_first_rank_to_end_says_how_the_run_ended(tmp_path, monkeypatch, code, exit_code, status, reason):
-    """The other ranks fail because of it, so their reasons do not count. A rank that hangs is killed."""
+    """The other ranks fail as a consequence, so their reasons do not count. A rank that hangs is killed."""
     script = tmp_path / "rank.py"
     script.write_text(RANKS + code)
     monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])

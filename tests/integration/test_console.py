@@ -1,4 +1,4 @@
-"""Losing the console loses nothing: real signals, pipes and terminals, and the real command with a real run in it."""
+"""A run survives the loss of its console: real signals, pipes and terminals, and a real run."""
 
 import fcntl
 import os
@@ -33,7 +33,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `python -m qerl_lab` with a small run, in a process group of its own; ends what is left of it."""
+    """Start `python -m qerl_lab` with a small run in its own process group; kill the group at the end."""
     groups = []
 
     def begin(*words: str, **how: object) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""The jobs of a plan, with a stand-in for the child: composed once, claimed before the first starts."""
+"""The jobs of a sweep, with a stand-in for the run's process."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The main job as a user types it, whole: what it prints, what it leaves, and that it learns."""
+"""The main job as a user types it: its output, its files, and that it learns."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run of two ranks on the CPU, through the command: it is the run that one process would have made of the same draws.
+"""A run of two ranks on the CPU, through the command, equals the run of one process on the same draws.
 
 One process plays both ranks in turn where it samples, each with the seed of its rank; the rest of it is as ever.
 """
@@ -74,7 +74,7 @@ def finish(run_dir: Path) -> None:
 
 
 def stop_after(run_dir: Path, step: int, stop: Callable[[subprocess.Popen[str]], object]) -> tuple[int, str]:
-    """Start, and stop once the step is logged; the exit code and what was said."""
+    """Start the run, stop it once the step is logged; return exit code and output."""
     process = command(run_dir)
     wait_for(lambda: last_step(run_dir) >= step, alive=lambda: process.poll() is None)
     ranks = psutil.Process(process.pid).children(recursive=True)  # asked now: an orphan is nobody's child
@@ -162,7 +162,7 @@ def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_all_and_the_run_g
 
 
 def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run, two: Path) -> None:
-    """Of rank 0's in the evaluation; of rank 1's there, in a sync, and in a rollout of the next step."""
+    """Rank 0 fails in the evaluation; rank 1 fails there, in a sync, and in a rollout of the next step."""
     run = RunDirectory(new_run(**SETTINGS | {"checkpoint__every": 0}, gpus=RANKS))
     for plan, cause, saved in (
         ("die@1@0", "rank 0: the worker died", 0),

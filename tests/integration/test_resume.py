@@ -34,7 +34,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.slow
 def test_the_noise_is_there_and_every_part_of_the_settings_acts(reference: Reference) -> None:
-    """What the equality of records in the other tests is worth."""
+    """Check the reference run itself, with which the other tests compare."""
     steps = dict(reference.lines[1:-1])
     sigma = [steps[step]["noise/sigma"] for step in steps]
     assert 0 == sigma[0] == sigma[1] < sigma[4] == sigma[5] < sigma[2] == sigma[3]
@@ -49,7 +49,7 @@ def test_the_noise_is_there_and_every_part_of_the_settings_acts(reference: Refer
 
 
 def stopped(words: list[str], run_dir: Path, step: int, number: signal.Signals) -> tuple[str, str, int]:
-    """Output, errors and exit code of a command that gets a signal once the step is logged."""
+    """Send a command a signal once the step is logged; return its output, errors and exit code."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, *words[1:]], cwd=run_dir.parent, **pipes)
     wait_for(lambda: last_step(run_dir) >= step, pause=0.001, alive=lambda: process.poll() is None)
@@ -91,7 +91,7 @@ QUESTIONS = {
 
 
 def stopped_among_questions(run_dir: Path, phase: str, number: signal.Signals) -> tuple[int, str]:
-    """Exit code and output of a command that gets a signal once its terminal says that the questions are asked."""
+    """Send a command a signal once its terminal shows the evaluation; return its exit code and output."""
     master, terminal = os.openpty()
     line = [sys.executable, "-m", "qerl_lab", f"resume={run_dir}"]
     process = subprocess.Popen(line, cwd=run_dir.parent, stdout=terminal, stderr=terminal, start_new_session=True)
@@ -134,7 +134,7 @@ def test_a_signal_among_held_out_questions_leaves_them_and_resume_asks_them_agai
 
 
 def test_kill_9_at_the_worst_moments(killable, reference) -> None:
-    """One run that dies at each of these in turn, and is continued each time; it keeps one until it is done."""
+    """One run is killed at each of these calls in turn and continued each time. It keeps one checkpoint."""
     run_dir = killable(checkpoint__keep=0)
     kill(
         run_dir,
@@ -184,7 +184,7 @@ def test_a_run_of_all_weights_that_is_killed_ends_in_the_same_weights(killable) 
 
 @pytest.mark.slow
 def test_kill_9_around_an_evaluation_during_training(killable) -> None:
-    """Before it, with its rows and without its line, with both and no checkpoint of its step; all three go on alike."""
+    """Kill it before the evaluation, after its rows, and after its line but before the checkpoint of the step."""
     every = {"steps": 4, "eval__every": 2, "eval__subset_questions": 4, "checkpoint__every": 2}
     whole, killed = (killable(**every, tracking__mlflow=False) for _ in range(2))
     finish(whole)
@@ -213,7 +213,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.slow
 def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference) -> None:
-    """First the newest, then all that are left: the run goes back one step, then to its start, and ends the same."""
+    """First the newest checkpoint is damaged, then all: the run goes back one step, then to its start."""
     run_dir = killable()
     folder = run_dir / "checkpoints"
 
@@ -243,7 +243,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
 
 @pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, tmp_path: Path) -> None:
-    """Neither the command nor the run's process, which a launcher may start later, on another machine."""
+    """Both the command and the run's process refuse. A launcher may start the process later, on another machine."""
     model, directory = shutil.copytree(ASSETS, tmp_path / "model"), RunDirectory(tmp_path / "run")
     directory.claim(with_absolute_paths(tiny(model__path=str(model))), TypedCommand("the command"))
     flip(model / "model.safetensors")

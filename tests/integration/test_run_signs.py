@@ -1,4 +1,4 @@
-"""What the command says of a run that leaves questions out and then unlearns, and what the record keeps of it."""
+"""The messages about questions left out, a collapse and a failing grader, and their traces in the record."""
 
 import json
 import re

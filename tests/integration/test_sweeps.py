@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
 
 
 def _runs() -> list[Path]:
-    """The runs that were started, by the names of their directories."""
+    """Return the directories of the started runs, in order of their names."""
     return [path.parent for path in sorted(Path("runs/sweeps").glob("*/*/*/seen.json"))]
 
 
@@ -41,7 +41,7 @@ def sessions() -> list[int]:
 
 
 def is_free(run_dir: Path) -> bool:
-    """Whether no process runs in the directory."""
+    """Return whether no process runs in the directory."""
     with suppress(ConfigError), RunDirectory(run_dir).locked():
         return True
     return False
@@ -327,7 +327,7 @@ def test_a_sweep_with_a_damaged_record_is_made_anew() -> None:
 
 
 def test_a_run_that_goes_on_takes_the_part_of_the_gpu_that_is_typed_now(capfd: pytest.CaptureFixture[str]) -> None:
-    """After it ran out of the memory of a half, it would else run out of it again."""
+    """A run that ran out of half the memory would otherwise run out of it again."""
     words = ["-m", "seed=1,0", "jobs=2", "cpu_threads=1"]
     assert main([*words, "jobs_per_gpu=2"]) == 1
     (directory,) = Path("runs/sweeps/adhoc").iterdir()

@@ -56,7 +56,7 @@ def test_no_mlflow_at_the_start_is_said_once_and_filled_later(
 
 
 def slowest_log(tracker: Tracker, steps: range) -> float:
-    """Longest seconds that the trainer waited for one call."""
+    """Return the longest time in seconds that one call of `log` took."""
     slowest = 0.0
     for step in steps:
         start = time.monotonic()
@@ -70,7 +70,7 @@ def slowest_log(tracker: Tracker, steps: range) -> float:
 def test_after_a_hiccup_of_the_server_the_mirror_is_whole_again_and_after_its_death_by_resync(
     run_dir: Path, db: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
-    """Some calls fail, at the opening and between: each outage and each return is said, and nothing is missing."""
+    """Calls fail for a while: the outage and the return are printed once, and no point is missing."""
     is_down = threading.Event()
 
     def checked(call: Callable[..., Any]) -> Callable[..., Any]:

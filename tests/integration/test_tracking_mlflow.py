@@ -1,4 +1,4 @@
-"""The mirror against a real MLflow store: what arrives, what a resumed run adds, what resync adds."""
+"""The mirror in a real MLflow store: points of a run, of a resumed run, and of `resync`."""
 
 import shutil
 import time
@@ -111,7 +111,7 @@ def test_a_resumed_run_is_the_same_run_without_doubles(run_dir: Path, db: str) -
 
 
 def test_a_step_that_is_trained_again_keeps_the_run_and_its_last_point_counts(run_dir: Path, db: str) -> None:
-    """Steps 6 and 7 were mirrored before the kill, and MLflow cannot take a point back."""
+    """Steps 6 and 7 were mirrored before the kill, and MLflow cannot delete a point."""
     track(run_dir, db, range(1, 8), "KILLED")
     (before,) = runs(db)
     track(run_dir, db, range(6, 9), last_step=5, shift=0.5)
@@ -122,7 +122,7 @@ def test_a_step_that_is_trained_again_keeps_the_run_and_its_last_point_counts(ru
 
 
 def test_a_run_that_got_more_steps_gets_a_run_of_its_own(run_dir: Path, db: str) -> None:
-    """MLflow cannot change a parameter: else a report from MLflow would count it as a run of the short arm."""
+    """MLflow cannot change the parameter `steps`, so the longer run needs an MLflow run of its own."""
     track(run_dir, db, range(1, 3), steps=2)
     short = RunDirectory(run_dir).config()
     track(run_dir, db, range(3, 5), last_step=2, steps=4, extended=[2])

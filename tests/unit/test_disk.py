@@ -36,7 +36,7 @@ def test_a_number_that_is_not_finite_is_null_in_json() -> None:
 
 
 def test_a_full_disk_leaves_no_half_of_a_file_and_what_another_process_writes_beside_it(tmp_path: Path) -> None:
-    """The disk of the second is full while the file of the first lies aside."""
+    """The second process meets a full disk while the first process has its temporary file there."""
     (tmp_path / "a").write_bytes(b"old")
     (tmp_path / "a.1").write_bytes(b"half")
     (tmp_path / "a.2").symlink_to("/dev/full")

@@ -1,4 +1,4 @@
-"""The end of a command's process: its code, and what still happens once it is known."""
+"""The end of a command's process: exit code, message, and what runs after `main`."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ print("why", file=sys.stderr, end="")
     [("exits.run(lambda words: 2)", 2, ""), ("sys.exit(3)", 3, "taken apart\n")],
 )
 def test_a_command_leaves_with_its_code_once_threads_and_handlers_are_done(end: str, code: int, last: str) -> None:
-    """Only what was imported is not taken apart; an exit that is not ours is as ever."""
+    """Only the teardown of imported modules is skipped; `sys.exit` alone does not skip it."""
     done = subprocess.run([sys.executable, "-c", LEAVES + end], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (code, f"said\na thread\na handler\n{last}")
     assert done.stderr == "why"

@@ -1,4 +1,4 @@
-"""Who may import whom, what stays free of torch, and what no module does: patch a library or run code from a file.
+"""Rules for the modules of the package: imports, no torch in the command line, no patched library, no code from files.
 
 Each rule is a function of source text, tried on the whole package and on a line that breaks it.
 """
@@ -42,7 +42,7 @@ RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "m
 
 
 def is_command(path: Path) -> bool:
-    """Whether `python -m` starts it."""
+    """Return whether `python -m` starts this file."""
     return "__main__" in (path.stem, *re.findall(r'^if __name__ == "(\w+)"', path.read_text("utf-8"), re.MULTILINE))
 
 
@@ -66,7 +66,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def ours(tree: ast.AST) -> set[str]:
-    """Our modules and packages that are imported; "." stands for a relative import, which hides its target."""
+    """Return our modules and packages that are imported; "." stands for a relative import, which hides its target."""
     names = [name for name, _ in imported(tree)]
     found = {name.split(".")[1] for name in names if name.startswith("qerl_lab.")}
     return found | ({"."} if any(name.startswith(".") for name in names) else set())
@@ -80,7 +80,7 @@ def root_name(node: ast.expr) -> str | None:
 
 
 def patches(tree: ast.AST) -> list[int]:
-    """Lines that assign into, delete from or setattr on something imported from a third-party package."""
+    """Return the lines that assign into, delete from or setattr on something imported from a third-party package."""
     third_party = {
         bound for name, bound in imported(tree) if name.split(".")[0] not in {*sys.stdlib_module_names, "qerl_lab", ""}
     }
@@ -99,7 +99,7 @@ def patches(tree: ast.AST) -> list[int]:
 
 
 def unsafe(tree: ast.AST) -> list[str]:
-    """What could run code that a file or a hub brings."""
+    """Return calls and imports that could run code from a file or from the hub."""
     found = [name for name, _ in imported(tree) if name.split(".")[0] in RUNS_CODE]
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
@@ -126,7 +126,7 @@ def unsafe(tree: ast.AST) -> list[str]:
 
 
 def gibs(tree: ast.AST) -> list[str]:
-    """What writes out the bytes of a GiB."""
+    """Return expressions that spell out the bytes of a GiB."""
     written = {"2 ** 30", "1 << 30", "1024 ** 3"}
     return [text for node in ast.walk(tree) if isinstance(node, ast.BinOp) and (text := ast.unparse(node)) in written]
 
@@ -162,7 +162,7 @@ def test_no_module_patches_a_library() -> None:
 
 
 def test_no_module_runs_code_from_a_file() -> None:
-    """But for the process that is shut in to run a model's program."""
+    """Except the jailed process that runs a model's program."""
     assert violations(unsafe) == {"tasks/code_jail.py": ["exec"]}
 
 

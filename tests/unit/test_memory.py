@@ -12,7 +12,7 @@ INFO = f"MemTotal: {64 * 2**20} kB\nSwapTotal: {2 * 2**20} kB\n"
 
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the control groups lie, on a machine of 64 GiB with 2 GiB of swap."""
+    """The folder of the control groups, on a machine with 64 GiB of memory and 2 GiB of swap."""
     for name in ("INFO", "OWN_GROUPS", "MOUNT"):
         monkeypatch.setattr(machine, name, tmp_path / name)
     machine.INFO.write_text(INFO)

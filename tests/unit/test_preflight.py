@@ -44,7 +44,7 @@ NOTED = "note: not on this machine: "
 
 
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The message of a command that is refused and leaves nothing."""
+    """Return the message of a refused command; assert that it leaves no file."""
     before = set(Path.cwd().rglob("*"))
     assert main(line.split()) == 2
     out, message = capsys.readouterr()
@@ -231,7 +231,7 @@ def test_the_layers_of_the_embedded_policy_are_read_from_its_header() -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "fp8", "nf4"])
 def test_a_packed_model_counts_as_the_dense_one(name: str, tmp_path: Path) -> None:
-    """But NF4 tells no shapes, and so of no adapter."""
+    """NF4 files have no shapes of the layers, so the size of the adapter is unknown."""
     dense = write_dense(tmp_path / "dense", tiny_model())
     packed, cfg = write_packed(tmp_path / "packed", tiny_model(), BY_NAME[name]), RunConfig()
     assert on_disk.parameters(packed) == on_disk.parameters(dense)
@@ -497,7 +497,7 @@ def test_a_disk_must_hold_what_a_run_downloads_and_writes(
 
 
 def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any format: the server computes."""
+    """The server computes, so any format works."""
     monkeypatch.setattr(preflight.machine, "has_gpu", lambda: False)
     preflight.check_engine(tiny(rollout__engine="vllm_server", format__name="nvfp4"))
     with pytest.raises(ConfigError, match=r"^rollout\.engine=vllm "):

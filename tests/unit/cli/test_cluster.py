@@ -1,4 +1,4 @@
-"""Slurm's flags as they are typed for a sweep, and what is refused before anything is submitted."""
+"""Parse the flags of sbatch, refuse wrong ones before submitting, and request resources from Slurm and Ray."""
 
 import importlib.util
 import pickle
@@ -75,7 +75,7 @@ def test_a_job_asks_slurm_for_what_it_uses_unless_the_flags_do(device: str, flag
 def test_a_job_asks_ray_for_the_part_of_a_gpu_that_it_counts_on(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], there: float, asked_for: tuple[float, int]
 ) -> None:
-    """A job takes as much of the GPU's memory; one on the CPU, or in a cluster without GPUs, takes none."""
+    """A job requests the share of a GPU that it uses; on the CPU, or without GPUs in the cluster, it requests none."""
     asked = dict[str, float]()
 
     def remote(**needs: float) -> Callable[..., SimpleNamespace]:
@@ -149,7 +149,7 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepJob:
-    """A job that is stopped in its first session and done in the second, as pickling leaves it."""
+    """A pickled and unpickled job, which is interrupted in its first session and done in its second."""
     code = (
         "import os, sys; first = not os.path.exists('{0}/seen'); open('{0}/seen', 'a').close();"
         "sys.exit(130) if first else open('{0}/DONE', 'w').write('{{}}')"
@@ -176,7 +176,7 @@ def test_a_job_that_its_cluster_starts_again_goes_on(job: SweepJob) -> None:
 
 
 def test_a_job_near_its_time_limit_saves_before_it_is_put_back(job: SweepJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm sends SIGUSR2 to every process of a job: the run's own does not see it, and gets SIGTERM of ours."""
+    """Slurm sends SIGUSR2 to all processes of a job. The run's process ignores it, and gets SIGTERM from the job."""
     code = (
         "import os, signal, sys, time; n = open('{0}/signals', 'w');"
         "signal.signal(signal.SIGTERM, lambda *_: (n.write('TERM'), sys.exit(130)));"

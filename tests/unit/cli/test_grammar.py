@@ -1,4 +1,4 @@
-"""KEY=VALUE words: read into typed options, or refused with what to type, by every command in the same way."""
+"""Every command parses KEY=VALUE arguments into typed options, or refuses them and says what to type."""
 
 import importlib
 import subprocess
@@ -159,7 +159,7 @@ def test_the_manual_shows_a_long_list_whole_and_cuts_a_long_text() -> None:
 
 
 class Typed(NamedTuple):
-    """A command: its module, the word that picks it, and words that it takes."""
+    """A command: its module, its subcommand, and arguments that it accepts."""
 
     module: str
     pick: str
@@ -205,7 +205,7 @@ def test_help_is_the_manual(command: Typed, capsys: pytest.CaptureFixture[str]) 
 def test_a_wrong_word_is_one_line_and_nothing_is_done(
     command: Typed, processes: str, capsys: pytest.CaptureFixture[str], empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A command that computes refuses to be one of several processes; one that only reads does not."""
+    """A command that computes refuses to run in several processes. A command that only reads does not."""
     monkeypatch.setenv("WORLD_SIZE", processes)
     reads = command.module in ("qerl_lab.report", "qerl_lab.tools.samples", "qerl_lab.tracking")
     said = "no_such_key is not a " if reads or processes == "1" else "WORLD_SIZE=2 is set"

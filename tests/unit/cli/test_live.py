@@ -1,4 +1,4 @@
-"""What a sweep shows, from the records of made-up runs; standard error is no terminal here."""
+"""The progress lines of a sweep, read from made-up runs. Standard error is no terminal here."""
 
 import json
 from pathlib import Path

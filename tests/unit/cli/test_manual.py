@@ -1,4 +1,4 @@
-"""What the command line says about itself: the overview, the manual, and the table of a dry run."""
+"""The overview, --help, and the table of a dry run."""
 
 from pathlib import Path
 

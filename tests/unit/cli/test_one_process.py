@@ -1,4 +1,4 @@
-"""One process and one GPU: what is refused, what is said, and what stays allowed."""
+"""Signals to a command, several processes, the GPUs that a run takes, and the messages after a failure."""
 
 import os
 import signal
@@ -85,7 +85,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_launcher_s_worker_is_refused_where_it_starts_the_run(torchrun: Path) -> None:
-    """Its environment is not the command's: submitit with several tasks a node."""
+    """A job on a cluster has another environment than the command, for example with several tasks on a node."""
     run = RunDirectory(Path("run"))
     run.claim(RunConfig(), TypedCommand("the command"))
     with pytest.raises(ConfigError, match="WORLD_SIZE=2"):

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a command line ends in one message and exit code 2, before any directory is made."""
+"""A wrong command line ends in one message and exit code 2, before any directory is made."""
 
 from types import SimpleNamespace
 
@@ -202,7 +202,7 @@ def test_a_key_without_effect_is_refused_with_the_value_that_decides(tiny, chang
 
 
 def test_a_word_that_differs_between_jobs_must_act_in_each(tiny):
-    """Else two jobs would be the same run under two names."""
+    """Otherwise two jobs would be the same run under two names."""
     jobs = [(tiny(), {"aqn.sigma_start": "0.05"}), (tiny(aqn__schedule="linear"), {"aqn.sigma_start": "0.1"})]
     with pytest.raises(
         ConfigError, match=r"^job 0: aqn\.sigma_start=0\.05 does nothing in a run with aqn\.schedule=off"
@@ -475,7 +475,7 @@ SWEEP = "seed=0,1 hydra.sweep.dir=begun device=cuda"
     ("run_dir=begun device=cuda", "resume=begun"), (SWEEP, "resume=begun"), (SWEEP, f"-m {SWEEP}"),
 ])  # fmt: skip
 def test_what_was_begun_is_checked_again_before_it_goes_on(words, again, capsys):
-    """It may have begun on a machine with a GPU."""
+    """The earlier command may have run on a machine with a GPU."""
     claim_directories(make_plan(words.split(), multirun=words is SWEEP), "python -m qerl_lab")
     assert "device=cuda was given, and this machine shows no GPU" in refused(again, capsys)
 

@@ -54,7 +54,7 @@ def differing(a: RunConfig, b: RunConfig) -> set[str]:
 
 
 def check_arms(composed: dict[tuple[str, str], RunConfig], scale: str) -> None:
-    """Each from bf16, which declares nothing: so any two in what one of them declares. At scale pocket in all of it."""
+    """Check that each arm differs from bf16 in declared keys only; at scale pocket in all of them."""
     for arm in ARMS:
         declared = set(composed[arm, scale].differs_in)
         found = differing(composed[arm, scale], composed["bf16", scale]) - {"experiment", "differs_in"}
@@ -86,7 +86,7 @@ def test_an_option_states_only_what_differs_from_the_schema():
 
 
 def test_a_scale_sets_no_key_that_an_option_of_a_group_sets():
-    """It picks options instead (override /lora: rank16): so that a group typed on the command line wins over it."""
+    """A scale chooses options (override /lora: rank16), so that a group on the command line wins over it."""
     by_groups = {key for path in OPTIONS if path.parent.name not in ("experiment", "scale") for key in body(path)}
     for scale in SCALES:
         assert not by_groups & set(body(package_data("conf") / "scale" / f"{scale}.yaml")), scale
@@ -134,7 +134,7 @@ def test_the_jobs_of_a_sweep_are_named_by_their_arms_and_seeds():
     ("released_code", 4),
 ])  # fmt: skip
 def test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each(name: str, arms: int):
-    """Of one seed every arm is composed: of five it would take a minute."""
+    """Compose the arms with one seed. With all five seeds it would take a minute."""
     file = (package_data("sweeps") / f"{name}.yaml").read_text()
     assert "\n      seed: 0,1,2,3,4\n" in file
     jobs = make_plan([f"+sweeps={name}", "dry_run=true", "seed=3"], multirun=False).jobs
@@ -146,7 +146,7 @@ def test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each(name
 
 
 def test_a_run_takes_the_rule_of_its_checkpoint_unless_somebody_says_one(tmp_path: Path):
-    """So one grid holds checkpoints of several rules. A checkpoint without a noted rule changes nothing."""
+    """One grid can then have checkpoints with different rules. A checkpoint without a recorded rule changes nothing."""
     for folder, noted in (("max", "max"), ("both", "four_over_six"), ("theirs", None)):
         (tmp_path / folder).mkdir()
         if noted:
@@ -213,7 +213,7 @@ def test_resolved_configurations_are_as_recorded(composed):
 
 @pytest.mark.parametrize("activations", ["auto", "fp8"])
 def test_an_option_of_fp8_alone_defines_an_arm_only_if_it_is_used(activations: str) -> None:
-    """Else FP8 would differ from the other formats in two keys, and no claim could compare them."""
+    """Otherwise FP8 would differ from other formats in two keys, and no claim could compare them."""
     fp8, other = (make_plan([f"format={name}"], multirun=False).jobs[0].config for name in ("fp8", "bf16"))
     fp8.format.activations = activations
     arms = (settings_of_arm(values_of(cfg)) for cfg in (fp8, other))

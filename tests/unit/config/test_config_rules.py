@@ -1,4 +1,4 @@
-"""Every rule across keys: what it refuses, what the message says, and what it lets through."""
+"""Rules across keys: the values that they refuse, the messages, and the values that pass."""
 
 import itertools
 import re
@@ -16,7 +16,7 @@ from qerl_lab.config.schema import RunConfig
 
 
 def nested(**values: Any) -> dict[str, Any]:
-    """{"lora__rank": 3} as {"lora": {"rank": 3}}, beside a seed."""
+    """Return {"seed": 1, "lora": {"rank": 3}} for lora__rank=3."""
     found: dict[str, Any] = {"seed": 1}
     for name, value in values.items():
         *groups, key = name.split("__")
@@ -227,7 +227,7 @@ def test_a_wrong_type_or_key_in_a_resolved_file_is_refused(values, message):
 
 
 def test_every_number_of_the_schema_has_a_lowest_and_a_highest_value():
-    """Without one, some value of it ends in a traceback or in NaN; what may be as large as anybody likes is named."""
+    """Without bounds some value ends in a traceback or in NaN. Keys that need no upper bound are listed."""
     unbounded = {"checkpoint.every", "checkpoint.keep", "aqn.probe_prompts"}
     unbounded |= {"eval.questions", "eval.every", "eval.subset_questions"}
     for name, f, _ in leaves(RunConfig()):

@@ -1,4 +1,4 @@
-"""The hash of a local model: what makes another one, what does not, what is not read."""
+"""The hash of a local model: changes that it sees, changes that it ignores, and parts that it does not read."""
 
 import os
 import re
@@ -19,7 +19,7 @@ NORM, MATRIX = 512, 1_000_000  # bytes
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A matrix of many pieces between a bias and a norm."""
+    """A model with a bias, a large matrix and a norm."""
     folder, rng = tmp_path / "model", np.random.default_rng(0)
     folder.mkdir()
     tensors = {"a.bias": rng.bytes(8), "a.weight": rng.bytes(MATRIX), "norm.weight": rng.bytes(NORM)}
@@ -72,7 +72,7 @@ def test_place_time_and_the_records_beside_a_model_do_not_count(model: Path, tmp
 def test_of_large_files_every_tensor_is_looked_at_and_small_ones_are_read_whole(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the pieces of a matrix nothing is seen, as the docstring says: that is what makes it fast."""
+    """A change between the samples of a matrix is missed, as the docstring of `model_hash` says."""
     monkeypatch.setattr(module, "MAX_WHOLE_FILE", 1000)
     file, found = model / "model-1.safetensors", [model_hash(model)]
     for at in (1, NORM, NORM // 2, NORM + 1, NORM + MATRIX, NORM + MATRIX // 3):  # the last is where a piece lies

@@ -1,4 +1,4 @@
-"""Paths as they are typed: relative, with ~, with umlauts; and as a run keeps them."""
+"""Typed paths, relative or with ~ or umlauts, become the absolute paths that a run records."""
 
 from pathlib import Path
 

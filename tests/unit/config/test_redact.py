@@ -1,4 +1,4 @@
-"""What is hidden, and what must stay as it is."""
+"""Secrets are hidden, and other text stays."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""What is printed to be typed, pasted in a bash, is the word that was meant."""
+"""A printed command line, pasted into bash, gives the argument that was meant."""
 
 import shlex
 import subprocess
@@ -26,14 +26,14 @@ class Options:
 
 
 def pasted(line: str) -> list[str]:
-    """The words that a bash makes of a line."""
+    """Return the arguments into which bash splits a line."""
     done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
     return done.stdout.split("\0")[:-1]
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_read_as_it_was(text: str) -> None:
-    """By the other commands, and as a text of a run."""
+    """The other commands read it, and a run reads it as a value."""
     assert grammar.parse_options(Options, pasted(shell_override("run_dir", text))).run_dir == text
     (job,) = make_plan(pasted(shell_override("task.instruction", text)), False).jobs
     assert job.config.task.instruction == text

@@ -28,7 +28,7 @@ def write(folder: Path) -> None:
 
 
 def saved(folder: Path, *steps: int, keep: int = 10) -> Path:
-    """Checkpoints of these steps; the newest one's folder."""
+    """Save checkpoints of these steps; return the folder of the last."""
     for step in steps:
         path = save(folder, state(step), write, keep)
     return path
@@ -48,7 +48,7 @@ def test_a_checkpoint_is_its_files_its_state_and_their_checksums(tmp_path) -> No
 
 
 def test_the_newest_is_by_step_and_the_newest_few_are_kept(tmp_path) -> None:
-    """A million steps sort after 999,999; a folder of somebody else's stays."""
+    """Step 1,000,000 comes after step 999,999. A folder that is no checkpoint stays."""
     assert newest(tmp_path / "missing") is None
     (tmp_path / "step-mine").mkdir()
     assert newest(tmp_path) is None
@@ -102,7 +102,7 @@ def test_without_the_weights_only_the_state_is_verified(tmp_path, capsys) -> Non
 
 @pytest.mark.parametrize("changed", [{"step": 2, "prompts_seen": 8}, state(2) | {"later_field": 1}, []])
 def test_a_state_of_another_version_is_damage_and_not_a_crash(tmp_path, capsys, changed: object) -> None:
-    """Its checksum is right: it was written so."""
+    """The checksum of the state is right, because the other version wrote it too."""
     path = saved(tmp_path, 1, 2)
     (path / STATE).write_text(json.dumps(changed))
     digests = json.loads((path / MANIFEST).read_text()) | {STATE: sha256(path / STATE)}
@@ -160,7 +160,7 @@ def test_a_full_disk_is_told_from_another_failure_of_torch(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("at", "step"), [("mkdir", 3), ("write_text", 3), ("rename", 3), ("rename", 2)])
 def test_dying_anywhere_in_a_save_loses_no_older_checkpoint(tmp_path, monkeypatch, at: str, step: int) -> None:
-    """Also while the same step is saved again. The next save clears what was left, by another process too."""
+    """Also if the same step is saved again. The next save deletes the leftovers, also those of another process."""
     saved(tmp_path, 1, 2)
 
     def die(*_: object, **__: object) -> None:
@@ -213,7 +213,7 @@ def test_damaged_later_checkpoints_do_not_crowd_out_new_ones(tmp_path, keep: int
 
 
 def test_damaged_later_checkpoints_count_no_longer_once_a_run_has_begun(tmp_path) -> None:
-    """They stay until the next save, out of sight; also one that came back, still damaged."""
+    """They are renamed until the next save deletes them, also a damaged one that was copied back."""
     path, aside = saved(tmp_path, 2, 4), tmp_path / ".step-000004.damaged"
     flip(path / "optimizer.pt")
     for _ in range(2):

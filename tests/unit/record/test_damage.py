@@ -1,4 +1,4 @@
-"""A damaged record is refused in one sentence, which reports, sweeps, `resync` and `samples` share."""
+"""Reports, sweeps, `resync` and `samples` refuse a damaged record with the same sentence."""
 
 import shutil
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def with_half_a_line(path: Path) -> None:
     ],
 )
 def test_damage_is_named(name: str, harm: Callable[[Path], object], said: str, tmp_path: Path) -> None:
-    """By a reader of the whole record, and what a resume needs by its quick check."""
+    """`checked_metrics` names any damaged file; `check` names those that a resume needs."""
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
     run.checked_metrics(), run.check()
     harm(run.path / name)

@@ -94,7 +94,7 @@ def test_of_a_refused_run_nothing_is_left_unless_it_began(run: RunDirectory) -> 
 
 
 def test_a_refused_run_is_taken_out_of_a_linked_folder_that_stays(tmp_path: Path) -> None:
-    """An error of the deletion would hide the reason of the refusal."""
+    """An error while deleting would hide the reason of the refusal."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
     run = RunDirectory(tmp_path / "link")
@@ -104,7 +104,7 @@ def test_a_refused_run_is_taken_out_of_a_linked_folder_that_stays(tmp_path: Path
 
 
 def test_the_part_of_a_gpu_is_changed_only_while_nobody_else_runs_there(run: RunDirectory) -> None:
-    """A lock of the old resolved.yaml does not hold for a new one: a second process could start in the directory."""
+    """A lock of the old resolved.yaml does not hold for the new file, so a second process could start."""
     with run.locked(), pytest.raises(ConfigError, match="another process is running"):
         run.share_gpu(4)
     assert run.config().jobs_per_gpu == 1
@@ -203,7 +203,7 @@ def test_a_damaged_line_is_named_by_its_place_in_the_file(tmp_path: Path) -> Non
 
 
 def test_the_seconds_of_a_run_are_those_of_all_its_sessions(tmp_path: Path) -> None:
-    """The first is killed after its line of 130, the second before it logs, the third ends; a later line is ignored."""
+    """Session 1 is killed after its line at 130 s, session 2 before it logs; session 3 ends."""
     run = RunDirectory(tmp_path)
     run.begin_session(100.0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 130.0, "metrics": {}}\n{"st')

@@ -1,4 +1,4 @@
-"""env.json and code.diff: what they hold, what they must not hold, and that a missing git is no failure."""
+"""The content of env.json and code.diff, without secrets, also without git."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_git_state_follows_the_checkout(checkout: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def not_archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package's commit.txt is that of a checkout, also where these tests run in an unpacked archive."""
+    """Give the package the commit.txt of a checkout, also if these tests run in an unpacked archive."""
     package = tmp_path / "package"
     (package / "record").mkdir(parents=True)
     (package / "commit.txt").write_text(PLACEHOLDER)
@@ -175,7 +175,7 @@ def test_environment_says_on_what_it_ran(checkout: Path, run_dir: Path, monkeypa
 
 
 def test_no_secret_is_written(checkout: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of the environment nor of what was typed, in the command or into a file of the checkout."""
+    """Secrets from the environment, from the command line and from files of the checkout stay out."""
     commit(checkout)
     (checkout / "src" / "a.py").write_text("uri = 'http://me:pw-456@host'\n")
     monkeypatch.setenv("HF_TOKEN", "tok-123")

@@ -1,4 +1,4 @@
-"""samples.jsonl: what is written, read, cut and shown. The run that writes it is in train/test_trainer.py."""
+"""Write, read, cut and show samples.jsonl."""
 
 import json
 from dataclasses import asdict, replace
@@ -30,7 +30,7 @@ LIST = json.dumps(asdict(ONE) | {"rewards": [1.0]}).encode()
 
 @pytest.mark.parametrize("bad", [b'{"step": "1"}', b"garbage", LIST, None])
 def test_a_line_that_is_no_sample_is_named(run_dir: Path, bad: bytes | None) -> None:
-    """LIST has a list in place of rewards, None text in place of a reward. Torn lines are tested by metrics.jsonl."""
+    """LIST has a list in place of rewards; None stands for a text in place of a reward."""
     path = run_dir / "samples.jsonl"
     assert RunDirectory(run_dir).samples()[0] == ONE
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""A directory that is not there before it is whole: taken over by the same command, refused to another."""
+"""OUT.partial becomes OUT when it is complete. The same command continues it, and another command is refused."""
 
 import os
 import subprocess

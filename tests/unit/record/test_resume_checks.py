@@ -1,4 +1,4 @@
-"""What stands in the way of a resume, one sentence each: which file, what is wrong with it, what to do."""
+"""Refusals to resume a run: each message names the file, what is wrong with it, and what to do."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def edit(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> RunConfig:
-    """Change resolved.yaml; what a run reads of it then."""
+    """Change resolved.yaml; return the configuration that a run then reads."""
     path = run_dir / "resolved.yaml"
     values = yaml.safe_load(path.read_text())
     change(values)
@@ -100,7 +100,7 @@ def test_a_configuration_that_was_cut_off_is_refused_at_any_line(run_dir: Path, 
 
 
 def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_dir: Path) -> None:
-    """Its record and its checkpoint lack a key of today, which means the default, and have one that is deleted."""
+    """The old record and checkpoint lack keys added since, which then have their defaults, and have a deleted key."""
     known = {name: value for name, _, value in leaves(RunConfig(steps=12))}
     assert {name: known[name] for name in ADDED} == dict(ADDED)
 
@@ -122,7 +122,7 @@ def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_d
 
 @pytest.mark.parametrize("known", ["a" * 12, None])
 def test_a_model_may_be_moved_and_not_replaced(run_dir: Path, known: str | None) -> None:
-    """A run of before the hash goes on by its path."""
+    """A run from before `model.hash` is compared by its path."""
     run = RunDirectory(run_dir)
     save(run_dir, 4, edit(run_dir, lambda values: values["model"].update(path="/there", hash=known)))
     assert run.starting_point()
@@ -183,7 +183,7 @@ def test_another_device_is_refused(run_dir: Path) -> None:
 
 
 def test_a_file_of_code_without_a_hash_in_the_record_is_not_run(run_dir: Path) -> None:
-    """Else whoever may write the record could have any file run."""
+    """Otherwise anybody who can write the record could make any file run."""
     with pytest.raises(ConfigError, match=r"has task\.module=/mine\.py without task\.module_hash, and every run"):
         edit(run_dir, lambda values: values["task"].update(module="/mine.py"))
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_a_step_that_the_record_lacks_is_refused(
 def test_the_command_leaves_the_weights_to_the_process_that_reads_them(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To hash them twice takes minutes for a large model. What the record lacks is still told before the start."""
+    """Hashing the weights twice takes minutes for a large model. A step that the record lacks is still named first."""
     hashed = list[str]()
     monkeypatch.setattr(checkpoint, "sha256", lambda path: hashed.append(path.name) or sha256(path))
     monkeypatch.setattr(launch, "child_command", lambda run_dir: ["sh", "-c", "exit 130"])

@@ -1,4 +1,4 @@
-"""Names, metrics.jsonl, what MLflow would be told, and the mirror to a stand-in for Weights & Biases."""
+"""metrics.jsonl, the values sent to MLflow, and the mirror to a fake Weights & Biases client."""
 
 import json
 import math
@@ -245,7 +245,7 @@ def test_what_cannot_be_resynced_is_one_line(
 
 
 class Client(types.ModuleType):
-    """Holds the runs by id, and refuses a step before the last one, as the client does."""
+    """Fake client: keeps runs by id, and refuses a step before the last one, as the real client does."""
 
     def __init__(self) -> None:
         super().__init__("wandb")

@@ -1,4 +1,4 @@
-"""What every training here would do again, and no test here asserts: build policies, draw questions, draw curves."""
+"""Share policies and questions between the trainings of this folder, and draw no curves."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ build_policy_once = copies(run.build_policy)
 
 @pytest.fixture(scope="module", autouse=True)
 def made_once(drawn_once: pytest.MonkeyPatch) -> None:
-    """A run copies a policy of its kind that another run had built, and draws no curves when it ends."""
+    """Let a run copy a policy that an earlier run built, and draw no curves at its end."""
     drawn_once.setattr(run, "build_policy", build_policy_once)
     drawn_once.setattr(plots, "save_curves", lambda *_: None)
 

@@ -1,4 +1,4 @@
-"""Engines that fail in whole runs: the state before the step is saved, and the run that resumes is the whole one.
+"""An engine fails within a run: the state before the step is saved, and the resumed run equals an unbroken one.
 
 The runs drop out and refill, so that random numbers and the place in the data matter.
 """
@@ -34,7 +34,7 @@ def whole(new_runs) -> Runs:
 
 
 def first_call(whole: Runs, step: int) -> int:
-    """Which call of `generate` samples first in a step; the evaluation before is 1."""
+    """Return the number of the first call of `generate` in a step. The evaluation before training is call 1."""
     seeds = [how.seed for _, how in whole.plan.asked]
     return 1 + seeds.index(sampling_settings(whole.cfg, step, 0, 0).seed)
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again(new_runs, whole, monkey
 
 
 def test_behind_a_damaged_checkpoint_the_finished_steps_are_saved_too(new_runs, whole) -> None:
-    """The run goes on from step 1, and trains step 2 again. Neither that nor the message counts the damaged step 2."""
+    """The run continues from step 1 and trains step 2 again. The message does not count the damaged step 2."""
     runs, step_2, step_3 = new_runs(checkpoint__every=1), first_call(whole, 2), first_call(whole, 3)
     with pytest.raises(EngineFailed, match="2 of 3 steps are saved"):
         runs.run(f"die@{step_3}")

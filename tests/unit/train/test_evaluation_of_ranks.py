@@ -1,4 +1,4 @@
-"""Held-out questions over several ranks: who asks which, what the record has, and how all of them end together."""
+"""Held-out questions over several ranks: each rank's share, the common record, and a common end."""
 
 import math
 from collections import defaultdict
@@ -29,7 +29,7 @@ QUESTIONS, SAMPLES = 5, 2
 
 @dataclass
 class Scripted:
-    """Answers the prompt numbered n, of all under a seed, with n + 1 tokens."""
+    """Answer the n-th prompt of an evaluation, over all ranks, with n + 1 tokens."""
 
     entropy: float
     fails: bool = False
@@ -53,7 +53,7 @@ class Scripted:
 
 @pytest.fixture
 def sessions(tiny, policy: Policy, tmp_path: Path) -> Callable[..., list[Session]]:
-    """A run's, one for each rank. All read one record, as processes do."""
+    """Make a session for each rank of a run. All read one record, as processes do."""
 
     def make(*all_ranks: Ranks, **changes: object) -> list[Session]:
         cfg: RunConfig = tiny(run_dir=str(tmp_path), **changes)
@@ -67,7 +67,7 @@ def sessions(tiny, policy: Policy, tmp_path: Path) -> Callable[..., list[Session
 
 
 def ask(sessions: list[Session]) -> list[Future[None]]:
-    """Let every rank ask at once; how each ended."""
+    """Let all ranks ask at once; return their futures."""
     first = sessions[0]
     with Tracker(first.cfg, first.directory) as tracker, ThreadPoolExecutor(len(sessions)) as pool:
         for session in sessions:
@@ -116,7 +116,7 @@ def test_the_progress_of_a_rank_stands_for_all_ranks_and_ends_at_the_number_of_c
 
 
 def test_the_record_is_that_of_one_rank(sessions, tmp_path: Path) -> None:
-    """Of engines whose draw does not depend on who asks. Of eight ranks three have nothing to ask, and wait."""
+    """The engines here draw the same on every rank. Three of the eight ranks have no question, and wait."""
     records = []
     for all_ranks in ([ALONE], threads(2), threads(8)):
         folder = tmp_path / str(len(all_ranks))
@@ -131,7 +131,7 @@ def test_the_record_is_that_of_one_rank(sessions, tmp_path: Path) -> None:
 
 
 def test_nothing_is_asked_twice(sessions) -> None:
-    """Whether it was is what rank 0 says, which writes: another might look in between."""
+    """Rank 0, which writes the record, decides whether a phase is recorded already."""
     for _ in range(2):
         two = sessions(*threads(2))
         [end.result() for end in ask(two)]

@@ -1,4 +1,4 @@
-"""A finished run gets more steps: it goes on where it ended, by the schedules of the longer run, and says so."""
+"""A finished run with more steps continues where it ended, by the schedules of the longer run."""
 
 import json
 import shutil
@@ -113,7 +113,7 @@ def test_a_refused_extension_leaves_the_run_finished(
 def test_a_run_that_kept_no_checkpoint_is_told_how_a_new_one_begins_with_its_weights(
     changes: dict[str, Any], start: str, tmp_path: Path
 ) -> None:
-    """Of another step there is one, which the run does not go on from."""
+    """It has a checkpoint of another step, from which it does not continue."""
     directory = RunDirectory(make_run(tmp_path / "run", "bf16", 0, **changes))
     (directory.checkpoints / "step-000003").mkdir(parents=True)
     weights = directory.path / "model" if changes else directory.path

@@ -1,4 +1,4 @@
-"""What a run's metrics say about it: silence over one that learns, one warning over each that does not."""
+"""A run that learns gets no warning; each sign of trouble gives one."""
 
 import re
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ WORTHLESS = {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_variance_groups
 def told(
     steps: Iterable[dict[str, float]], cfg: RunConfig | None = None, earlier: Iterable[dict[str, float]] = ()
 ) -> list[str]:
-    """Sign and advice of every warning, in order."""
+    """Return sign and advice of every warning, in order."""
     watch = Watch(cfg or RunConfig(run_dir="runs/a b"), earlier)
     return [f"{sign}: {advice}" for metrics in steps for sign, advice in watch.add_step(metrics).items()]
 

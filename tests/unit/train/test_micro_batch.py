@@ -1,4 +1,4 @@
-"""The micro-batch that a run chooses: from measured memory, on the CPU with a GPU that is played."""
+"""The micro-batch size that a run chooses from measured memory, on a fake GPU."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +68,7 @@ def test_the_largest_divisor_whose_passes_fit(
 
 
 def test_no_pass_is_tried_that_the_line_says_is_too_large() -> None:
-    """Beside another run it would take the memory that the other needs."""
+    """A pass that is too large would take memory that another run needs."""
     for budget in range(115, 640, 35):
         measured: list[int] = []
         largest_fitting(256, budget, lambda n, tried=measured: tried.append(n) or 100 + 10 * n)
@@ -76,7 +76,7 @@ def test_no_pass_is_tried_that_the_line_says_is_too_large() -> None:
 
 
 class Gpu:
-    """A GPU of 80 GiB in place of torch's: what others hold, what this process holds, and what it keeps of passes."""
+    """Fake torch.cuda of a GPU with 80 GiB: memory of other programs, of this process, and kept after passes."""
 
     def __init__(self, others: int) -> None:
         self.total, self.others, self.own = 80 * GIB, others * GIB, 4 * GIB
@@ -111,7 +111,7 @@ class Gpu:
 
 @pytest.fixture
 def on_gpu(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Gpu]:
-    """Puts the policy on a `Gpu` of which others hold so many GiB, with passes that are played."""
+    """Put the policy on a fake `Gpu`, of which other programs hold so many GiB."""
 
     def put(others: int) -> Gpu:
         gpu = Gpu(others)
@@ -166,7 +166,7 @@ def test_moments_of_adam_get_their_room(tiny, policy: Policy, on_gpu: Callable[[
 def test_no_room_for_one_completion_is_an_error_that_says_what_to_type(
     tiny, policy: Policy, on_gpu: Callable[[int], Gpu], others: int, takes: str
 ) -> None:
-    """Of 1 GiB that is free 0.9 may be taken; of none even one completion cannot be measured."""
+    """With 1 GiB free the run may take 0.9 GiB. With none free, not even one completion can be measured."""
     on_gpu(others)
     with pytest.raises(ConfigError) as caught:
         choose(tiny(**LARGE), policy, ENGINE, DATA, ALONE)
@@ -281,7 +281,7 @@ PARTS = {  # what the passes could change
 
 
 def test_a_run_that_measured_is_the_run_of_the_number(new_runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer and the passes are real; only the memory that they take is played."""
+    """Trainer and passes are real, and the memory that they take is made up."""
     sizes: list[int] = []
 
     def peak_bytes(trainer: LabTrainer, prompt_tokens: int, completions: int) -> int:

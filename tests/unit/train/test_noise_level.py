@@ -1,4 +1,4 @@
-"""Sigma of the steps: solved for a KL in each stage, or followed; what a run logs, and the probe that measures it."""
+"""Sigma of each step, solved for a KL or adaptive; its metrics, and the probe that measures the KL."""
 
 import math
 import threading
@@ -44,7 +44,7 @@ SETTINGS = {
 
 
 def metrics_of(runs: Runs) -> list[dict[str, float]]:
-    """Of each step, but for what varies."""
+    """Return the metrics of each step, without those that vary between equal runs."""
     return [metrics for _, metrics in lines_of(runs.directory.path)]
 
 
@@ -58,7 +58,7 @@ def adapter(runs: Runs) -> bytes:
 
 @pytest.fixture(scope="module")
 def finished(new_runs) -> dict[str, Runs]:
-    """A run of each kind that nothing interrupted."""
+    """A finished run with a solved sigma, and one with an adaptive sigma."""
     found = {}
     for name, changes in (("kl", KL), ("adaptive", ADAPTIVE)):
         found[name] = new_runs(**changes)
@@ -92,7 +92,7 @@ def test_the_controller_follows_what_was_measured(finished) -> None:
 
 
 def test_the_probes_take_no_question_from_the_run(finished, new_runs, build_policy) -> None:
-    """Nor do they sample with the seed of a step; the texts come without noise. Here the usual noise is relative."""
+    """The probes use seeds of their own and sample without noise. The usual run here has relative noise."""
     usual = new_runs(aqn__schedule="linear", aqn__reading="equation", aqn__relative=True, aqn__sigma_start=0.1, steps=1)
     assert usual.run() == OK
     assert of(usual, "sigma") == [0.1]
@@ -271,7 +271,7 @@ def test_sigma_is_solved_on_noises_of_steps_spread_over_its_stage(tiny, steps: i
 
 
 def test_the_second_stage_begins_where_the_first_one_led(tiny) -> None:
-    """KL is a square here, so that the first guess of the second stage is right."""
+    """The KL here is 5 sigma^2, so the first guess in the second stage is exact."""
     found, tried = NoiseLevel(tiny(**(SETTINGS | KL))), list[float]()
 
     def measure(noises: list[Noise]) -> float:
@@ -300,7 +300,7 @@ def held(policy: Policy, noise: Noise) -> dict[str, Tensor]:
 
 
 def kl(policy: Policy, noisy: dict[str, Tensor], every: int = 1) -> float:
-    """KL at temperature 0.8 of every so-manyth completion, over the vocabulary in float64."""
+    """Return the KL at temperature 0.8 over every `every`-th completion, summed over the vocabulary in float64."""
     p, q = (torch.cat(distributions(policy, ROLLOUT, norms, 0.8)[::every]) for norms in (noisy, None))
     return (p.exp() * (p - q)).sum(-1).mean().item()
 
@@ -341,9 +341,9 @@ def test_the_kernel_gap_is_what_the_sampler_says_beyond_its_own_weights(policy: 
 
 
 def test_what_a_probe_finds_is_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mean over the tokens of both, the largest of either, and on each rank the same.
+    """Each rank gets the mean over all tokens, and the largest gap of any rank.
 
-    Together the ranks probe as many completions as one rank would. The third has none.
+    Together the ranks probe as many completions as one rank would; the third rank probes none.
     """
     own, probed = [(Tensor([0.1]), Tensor([1.0])), (Tensor([0.3, 0.5]), Tensor([0.0, 8.0]))], dict[int, int]()
 

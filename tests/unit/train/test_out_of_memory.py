@@ -1,4 +1,4 @@
-"""A run that is out of memory says who holds it, and what to type."""
+"""The message of a run out of memory says what holds the memory, and what to type."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_every_byte_of_the_policy_has_an_owner(policy: Policy) -> None:
 def test_what_torch_holds_besides_is_activations_and_the_rest_others(
     policy: Policy, on_gpu: Callable[[int], None]
 ) -> None:
-    """Of a shared GPU the others' memory is not this run's."""
+    """Memory that other programs hold on a shared GPU does not count for this run."""
     on_gpu(2)
     found = bytes_by_owner(policy, {WEIGHTS: 20 * GIB})
     assert sum(found.values()) == 80 * GIB
@@ -101,7 +101,7 @@ def test_a_run_out_of_memory_ends_with_the_message(tiny, tmp_path: Path, monkeyp
 def test_a_job_that_shares_a_gpu_takes_at_most_its_part(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: Callable[[int], None], jobs: int, part: list[float]
 ) -> None:
-    """Torch keeps what it frees, so that without a limit the others find no memory. CUDA itself takes the odd GiB."""
+    """Torch keeps freed memory, so without a limit the other jobs find none. CUDA itself takes the odd GiB."""
     parts: list[tuple[int, float]] = []
     chosen = [0]  # GPUs as torch chooses them: the first, until the rank joins the others
 

@@ -116,7 +116,7 @@ def lora_weight(model: torch.nn.Module) -> Tensor:
 
 
 class Killed(BaseException):
-    """In place of `kill -9`: the run ends, and saves nothing."""
+    """Stands for `kill -9`: the run ends and saves nothing."""
 
 
 @dataclass
@@ -228,7 +228,7 @@ QUICK = {"steps": 4, "eval__questions": 0, "eval__every": 0, "checkpoint__every"
 
 
 def test_the_next_step_is_sampled_while_this_one_trains(new_runs) -> None:
-    """Without noise the older adapter alone causes a gap. A step takes its own time, without that of the thread."""
+    """Without noise only the older adapter causes a gap. The thread's time does not count for the step."""
     runs = new_runs(**QUICK | {"aqn__schedule": "off", "steps": 2, "rollout__max_completion_tokens": 24})
     trained = threading.Event()
 
@@ -258,7 +258,7 @@ def test_the_next_step_is_sampled_while_this_one_trains(new_runs) -> None:
     ("fails", "saved"), [((SAMPLED, 3), 2), ((SYNCED, 3), 1)], ids=["in the thread", "before the thread"]
 )
 def test_an_engine_that_fails_ahead_loses_no_trained_step(new_runs, fails: tuple[str, int], saved: int) -> None:
-    """A failure of the thread ends the run where its batch is waited for. Then that step is sampled on-policy."""
+    """A failure in the thread ends the run when its batch is needed. The resumed run samples that step on-policy."""
     runs = new_runs(**QUICK)
     runs.fake.fails = fails
     with pytest.raises(EngineFailed, match=rf"the worker died.* {saved} of 4 steps are saved\. Type .* to go on\."):

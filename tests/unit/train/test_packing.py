@@ -1,4 +1,4 @@
-"""Without padding a micro-batch has the same log-probs, entropies and gradients."""
+"""Packed and padded micro-batches give the same log-probs, entropies and gradients."""
 
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,7 @@ def scored(model, packed: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 def test_each_text_begins_at_position_0() -> None:
-    """Log-probs would not show it: rotary embeddings have relative positions only."""
+    """Log-probs would not show a wrong start, because rotary embeddings are relative."""
     model, seen = learner(tiny_model, checkpointing=False), list[dict]()
     base = model.get_base_model()
     base.register_forward_pre_hook(lambda _, args, named: seen.append(named), with_kwargs=True)
@@ -162,7 +162,7 @@ def capped():
 
 
 def with_attention_of_its_own():
-    """transformers would only warn, and the texts of a row would attend to each other."""
+    """transformers would only warn, and the sequences of a row would attend to each other."""
     return BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=64, n_layer=1, n_head=2, attention_dropout=0.0))
 
 

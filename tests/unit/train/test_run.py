@@ -1,4 +1,4 @@
-"""The engine of a run, from its building to its closing."""
+"""A session of a run: its record, its checks before the model loads, and its first lines."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from run_directories import claimed
 
 @pytest.mark.parametrize("taken", ["fp4_tiles", None])
 def test_the_kernels_that_the_engine_took_are_recorded(tiny, tmp_path: Path, monkeypatch, taken: str | None) -> None:
-    """By another kernel a policy has other numbers. An engine that has no choice says nothing."""
+    """Another kernel gives other numbers. An engine without a choice of kernels records none."""
     monkeypatch.setattr(run_module, "train", lambda *_: None)
     monkeypatch.setattr(run_module, "conclude", lambda *_: None)
     if taken:
@@ -38,7 +38,7 @@ def test_the_kernels_that_the_engine_took_are_recorded(tiny, tmp_path: Path, mon
 def test_the_code_on_record_is_what_began_not_what_was_edited_while_the_model_loaded(
     tiny, tmp_path: Path, monkeypatch
 ) -> None:
-    """Else the same sweep's line would show numbers of the code before the edit as numbers of the code after it."""
+    """Otherwise the same command would take these numbers for numbers of the edited code."""
     shutil.copytree(environment.PACKAGE, package := tmp_path / "qerl_lab")
     monkeypatch.setattr(environment, "PACKAGE", package)
     began, build_policy = environment.code_hash(), run_module.build_policy
@@ -87,7 +87,7 @@ def test_a_run_whose_directory_was_renamed_says_that_and_prints_no_traceback(
 def test_a_run_without_a_checkpoint_goes_on_with_its_questions_on_its_device_or_not_at_all(
     tiny, tmp_path: Path, monkeypatch, began: dict, said: str
 ) -> None:
-    """Killed before its first checkpoint it has answers from before the training, which are not asked for again."""
+    """A run killed before its first checkpoint has recorded answers, which are not asked for again."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cfg = tiny(device="auto")
     directory = claimed(tmp_path / "run", cfg)
@@ -116,7 +116,7 @@ def test_a_mistake_in_a_grader_is_said_before_the_model_loads(
 def test_a_run_with_a_checkpoint_goes_on_with_a_grader_that_no_empty_text_fits(
     tiny, tmp_path: Path, monkeypatch
 ) -> None:
-    """Its file may not change any more, and it may never have met an empty text."""
+    """The grader's file must not change any more, and may never have met an empty text."""
     module = tmp_path / "grader.py"
     module.write_text("def grade(texts, questions): return {'answer': [1 / len(text) for text in texts]}")
     cfg = tiny(task__module=str(module))

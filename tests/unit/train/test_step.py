@@ -1,4 +1,4 @@
-"""`collect` with an engine and a task that are scripted: what is asked, kept, replaced, punished and measured."""
+"""`collect` with a scripted engine and task: questions asked, groups kept and replaced, penalties and metrics."""
 
 import math
 import time
@@ -25,7 +25,7 @@ QUESTIONS = 10
 
 
 class ScriptedTask:
-    """A completion is right if it has an even number of tokens, or the answer is "flat"; one of 4 is not readable."""
+    """A completion with an even number of tokens is right, and any if the answer is "flat"; 4 tokens are unparsed."""
 
     def messages(self, question: Question) -> list[dict[str, str]]:
         return [{"role": "user", "content": question.prompt}]
@@ -84,7 +84,7 @@ class Setting:
         return collect(self.cfg, step, self.cursor, ScriptedPolicy(), self.engine, self.clock, self.ranks)
 
     def order(self, count: int) -> list[str]:
-        """The ids of the first questions in the order of the data."""
+        """Return the ids of the first `count` questions in the order of the data."""
         return [question.id for question in Cursor(self.cursor.data).take(count)]
 
 
@@ -175,7 +175,7 @@ def test_every_attempt_has_a_seed_of_its_own_and_the_first_that_of_other_version
 
 
 def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> None:
-    """Of six questions the second, third and seventh are flat: rank 0 lacks two groups, then one of them once more."""
+    """Questions 2, 3 and 7 are flat: rank 0 first lacks two groups, then one."""
     changes = RESAMPLING | {"rollout__prompts_per_step": 6, "optim__micro_batch_size": 4, "flat": {1, 2, 6}}
     alone, runs = setting(**changes), [replace(setting(**changes), ranks=ranks) for ranks in threads(2)]
     expected = alone.collect()
@@ -214,7 +214,7 @@ class Slow(ScriptedEngine):
 
 def test_a_rank_that_waits_for_the_slowest_books_it_as_waiting(setting) -> None:
     def step(run: Setting) -> float:
-        """What a step takes beside its phases."""
+        """Return the seconds of a step that no phase counts."""
         run.clock.start_step()
         with run.clock.phase("sync"):
             run.ranks.run_on_all(getattr(run.engine, "sync", lambda: None), EngineFailed)
@@ -293,7 +293,7 @@ def test_the_measures_are_over_everything_that_was_drawn(setting) -> None:
 
 
 def test_what_fills_a_batch_and_what_nobody_solved_is_counted(setting) -> None:
-    """All seven groups but one are flat, the fourth of them unsolved; the last two attempts ask two more each."""
+    """Six of seven groups are flat, and the fourth is unsolved. The last two attempts ask two questions each."""
     run = setting(flat={0, 1, 3, 4, 5, 6}, algorithm__overlong_buffer_tokens=2, **RESAMPLING)
     batch = run.collect()
     batch.drawn[3].parts["answer"][:] = 0.0

@@ -1,4 +1,4 @@
-"""A process that is asked to stop."""
+"""Stop a run's process when its command dies."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from qerl_lab.train.stop import Stop
 
 
 def test_the_death_of_the_starter_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run's process. A run that is a call in a program outlives the shell that left the program behind."""
+    """A run's process stops if its command dies. A run inside another program does not watch a parent."""
     inside, started = Stop(), Stop(parent=os.getppid())
     assert not started.requested
     monkeypatch.setattr(os, "getppid", lambda: -1)  # a suite that init adopted has 1
@@ -19,7 +19,7 @@ def test_the_death_of_the_starter_is_a_request_to_stop(monkeypatch: pytest.Monke
 
 
 def test_a_run_whose_command_is_killed_at_start_up_ends_within_15_seconds() -> None:
-    """The child here is busy without a look at `requested`, as one that imports or starts vLLM."""
+    """The child here never looks at `requested`, like a process that imports packages or starts vLLM."""
     child = """
 import sys, time
 from qerl_lab.train.stop import Stop

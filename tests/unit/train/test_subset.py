@@ -1,4 +1,4 @@
-"""Evaluations during training: when, of what, and that the training never notices."""
+"""Evaluations during training: their steps and questions, and that the training stays the same."""
 
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ def watched(new_runs) -> Path:
 
 
 def record(folder: Path, subset: bool) -> list[tuple[int, dict[str, Any]]]:
-    """The lines of the evaluations during training, or all others."""
+    """Return the lines of evaluations during training if `subset`, else all other lines."""
     return [line for line in lines_of(folder) if any(name.startswith(SUBSET) for name in line[1]) == subset]
 
 
 def same(one: Path, other: Path) -> None:
-    """Every number of the training and both evaluations around it, and the adapter, bit for bit."""
+    """Assert that all metrics of training and of the evaluations around it, and the adapter, are equal bit for bit."""
     assert record(one, subset=False) == record(other, subset=False)
     files = [folder / "adapter" / "adapter_model.safetensors" for folder in (one, other)]
     assert {file.stat().st_mode for file in files} == {(one / "metrics.jsonl").stat().st_mode}

@@ -1,4 +1,4 @@
-"""LabTrainer with the real engine: forwards, optimizer, seeds of each step, what it measures, and when it stops."""
+"""LabTrainer with the real engine: forward passes, optimizer, noise, metrics, stops and checkpoints."""
 
 import math
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def train(tiny, build_policy, tmp_path) -> Callable[..., Trained]:
     ],
 )
 def test_a_completion_is_scored_by_one_forward_on_policy(train, changes: dict[str, Any], forwards: int) -> None:
-    """golden/test_loss.py has the loss of it. Dropout parts neither sampler and trainer nor update and rollout."""
+    """Dropout changes neither the gap of sampler and trainer nor the clipping. golden/test_loss.py has the loss."""
     run = train(**changes)
     assert run.scored == forwards * 8
     (metrics,) = run.steps
@@ -133,7 +133,7 @@ class After(TrainerCallback):
 
 
 def test_a_clock_is_read_when_the_device_is_done(train) -> None:
-    """A device works on after a call has returned: the ends of a sync and of a step wait for it."""
+    """A GPU still works after a call has returned, so the clock waits for it after a sync and a step."""
     events: list[str] = []
 
     def watch(run: Trained) -> None:
@@ -201,7 +201,7 @@ def test_the_engine_holds_the_noise_of_the_seed_and_step(train) -> None:
 
 
 def test_without_noise_nothing_is_probed(train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KL is 0, and every token tells the kernels' gap. An engine with other norms is probed."""
+    """The KL is then 0, and all tokens give the kernels' gap. An engine with other norms is probed."""
     spy = Mock(wraps=probe)
     monkeypatch.setattr("qerl_lab.train.trainer.probe", spy)
     (metrics,) = train().steps
@@ -224,7 +224,7 @@ def test_without_noise_nothing_is_probed(train, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_all_ranks_probe_where_one_has_noise(train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share the mean of what they find, and one alone would wait for ever. Here another rank has it."""
+    """All ranks pool their results, so a rank that probed alone would wait forever. Here another rank has noise."""
     spy = Mock(wraps=probe)
     monkeypatch.setattr("qerl_lab.train.trainer.probe", spy)
     monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)
@@ -233,7 +233,7 @@ def test_all_ranks_probe_where_one_has_noise(train, monkeypatch: pytest.MonkeyPa
 
 
 def test_peak_memory_is_that_of_the_rank_with_most(train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run is out of memory where one rank is. Here another rank has a million GiB."""
+    """One rank out of memory ends the run. Here another rank has a peak of a million GiB."""
 
     def gather(ranks: Ranks, value: Any) -> list[Any]:
         is_peak = isinstance(value, dict) and "memory/rss_gib" in value
@@ -245,7 +245,7 @@ def test_peak_memory_is_that_of_the_rank_with_most(train, monkeypatch: pytest.Mo
 
 
 def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_path) -> None:
-    """It must not stop the run after the question whether to save was answered with no."""
+    """The signal must not stop the run after the decision not to save."""
 
     class Late(Stop):
         asked = 0

@@ -1,4 +1,4 @@
-"""The questions of a run: which fit, in which order they are drawn, and where a cursor stands in it."""
+"""The questions of a run that fit, their order, and the position of a cursor."""
 
 from collections.abc import Callable
 from dataclasses import replace
