@@ -56,7 +56,7 @@ def test_the_child_s_environment_is_set_where_the_user_s_is_not(monkeypatch):
         (CRASHES_AFTER, 0, "done", None),
     ],
 )
-def test_however_the_child_ends_the_directory_and_the_exit_code_say_so(seed, code, status, reason):
+def test_directory_and_exit_code_tell_how_the_process_ended(seed, code, status, reason):
     assert begin(RunConfig(seed=seed), "run") == code
     assert RunDirectory(Path("run")).status == status
     assert Path("run/FAILED").exists() == (reason is not None)
@@ -65,7 +65,7 @@ def test_however_the_child_ends_the_directory_and_the_exit_code_say_so(seed, cod
 
 
 @pytest.mark.parametrize("words", [[], ["run_dir=mine/a/b"], ["run_dir=mine/empty"]])
-def test_a_configuration_that_the_run_itself_refuses_leaves_no_directory_of_its_own(words, capfd):
+def test_a_run_that_its_own_process_refuses_leaves_no_directory(words, capfd):
     Path("mine/empty").mkdir(parents=True)
     assert main([f"seed={REFUSES}", *words]) == 2
     assert capfd.readouterr().err == "error: what is wrong. Type this.\n"

@@ -21,7 +21,7 @@ from waiting import has_ended, wait_for
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("standin")]
 
 
-def test_ctrl_c_reaches_the_child_and_the_parent_outlasts_it_and_says_what_happens(standin):
+def test_after_ctrl_c_the_command_waits_for_the_run_and_says_so(standin):
     parent = background(standin, f"seed={SIGNALLED}", "run_dir=run")
     run_dir = started("run")
     os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the whole group
@@ -66,7 +66,7 @@ def test_ctrl_c_after_another_signal_aborts_what_does_not_stop(standin, first, w
     assert has_ended(child)
 
 
-def test_under_nohup_a_closed_terminal_stops_no_sweep_nor_does_nobody_who_reads(standin):
+def test_a_sweep_under_nohup_survives_a_closed_terminal_and_closed_pipes(standin):
     """test_console.py has a single run."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; the child of a child inherits it
     try:

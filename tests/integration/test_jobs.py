@@ -31,7 +31,7 @@ def test_a_job_is_told_what_was_typed_for_it(capfd: pytest.CaptureFixture[str]) 
     assert "X" not in os.environ
 
 
-def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
+def test_a_job_that_a_stopped_sweep_did_not_begin_can_be_resumed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["-m", f"seed={STOPS},{DONE}", "lora.rank=4", "hydra.sweep.dir=a sweep"]) == 130
@@ -90,7 +90,7 @@ def test_a_full_disk_fails_the_job_that_goes_on_and_not_the_sweep(
     assert "2 jobs in sweep: 2 failed" in out
 
 
-def test_what_breaks_around_a_job_is_told_and_the_others_go_on(
+def test_a_bug_around_a_job_is_printed_and_the_other_jobs_run(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     start = launch.start
@@ -107,7 +107,7 @@ def test_what_breaks_around_a_job_is_told_and_the_others_go_on(
     assert "2 jobs in sweep: 1 not run, 1 done" in out
 
 
-def test_a_sweep_of_somebody_else_runs_no_run_outside_of_its_directory() -> None:
+def test_a_resumed_sweep_runs_no_run_outside_of_its_directory() -> None:
     assert main(["-m", f"seed={DONE}", "hydra.sweep.dir=sweep"]) == 0
     assert main(["-m", "seed=11", "lora.rank=4", "hydra.sweep.dir=other"]) == 0
     Path("sweep/2-other").symlink_to(Path("other/0-adhoc-seed11").absolute())

@@ -108,7 +108,7 @@ def stopped_among_questions(run_dir: Path, phase: str, number: signal.Signals) -
 
 
 @pytest.mark.slow
-def test_a_signal_among_held_out_questions_leaves_them_and_resume_asks_them_again(new_run) -> None:
+def test_a_signal_during_an_evaluation_leaves_it_and_resume_repeats_it(new_run) -> None:
     """All 512 completions are one batch: a run that finished it would have the answers in its record."""
     whole, run_dir = new_run(**QUESTIONS), new_run(**QUESTIONS)
     finish(whole)

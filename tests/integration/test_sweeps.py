@@ -75,7 +75,7 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
     assert "2 jobs in runs/sweeps/adhoc/a\n" in capfd.readouterr().out
 
 
-def test_a_sweep_with_a_deleted_run_is_named_with_what_runs_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_with_a_deleted_run_is_named_with_the_words_that_complete_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "seed=0,10,11"]) == 0
     (directory,) = Path("runs/sweeps/adhoc").iterdir()
     shutil.rmtree(directory / "1-adhoc-seed10")
@@ -138,7 +138,7 @@ def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.Captur
     ]  # fmt: skip
 
 
-def test_a_job_does_not_go_on_with_another_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_refuses_the_directory_of_another_run(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["-m", "seed=0,10", "hydra.sweep.dir=sweep"]
     assert main(words) == 0
     assert "begun before" not in capfd.readouterr().out
@@ -264,7 +264,7 @@ def test_resume_of_a_sweep_keeps_the_configurations_of_its_runs(standin: Path) -
     assert [RunDirectory(run).config().lora.rank for run in _runs()] == [8, 8]
 
 
-def test_a_launcher_of_hydra_s_own_runs_checked_jobs_and_the_same_line_goes_on(
+def test_hydras_basic_launcher_runs_checked_jobs_and_the_same_command_continues(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     words = ["-m", "seed=0,1,10", "hydra/launcher=basic"]
@@ -326,7 +326,7 @@ def test_a_sweep_with_a_damaged_record_is_made_anew() -> None:
         assert sessions() == [1, 1] * (number + 1)
 
 
-def test_a_run_that_goes_on_takes_the_part_of_the_gpu_that_is_typed_now(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_continued_run_takes_the_jobs_per_gpu_that_is_typed_now(capfd: pytest.CaptureFixture[str]) -> None:
     """A run that ran out of half the memory would otherwise run out of it again."""
     words = ["-m", "seed=1,0", "jobs=2", "cpu_threads=1"]
     assert main([*words, "jobs_per_gpu=2"]) == 1
@@ -363,7 +363,7 @@ def test_a_job_sees_as_many_gpus_as_it_takes_and_one_on_the_cpu_takes_none(monke
     assert shared._room == {"3": 2, "5": 2}
 
 
-def test_a_gpu_that_a_job_has_just_left_is_no_idle_one_while_it_has_another_job() -> None:
+def test_an_idle_gpu_is_taken_before_one_that_still_has_a_job() -> None:
     cards = scheduler.GpuPool(["0", "1"], 2)
     jobs = [cards.take(1) for _ in range(4)]
     assert [job.__enter__() for job in jobs] == [["0"], ["1"], ["0"], ["1"]]

@@ -67,7 +67,7 @@ def slowest_log(tracker: Tracker, steps: range) -> float:
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_after_a_hiccup_of_the_server_the_mirror_is_whole_again_and_after_its_death_by_resync(
+def test_an_outage_of_mlflow_is_filled_when_it_is_back_or_by_resync(
     run_dir: Path, db: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
     """Calls fail for a while: the outage and the return are printed once, and no point is missing."""

@@ -35,7 +35,7 @@ def test_a_number_that_is_not_finite_is_null_in_json() -> None:
     assert json.loads(strict_json(given)) == {"a": [1.5, None, [None, 2]], "b": {"c": None}, "d": True}
 
 
-def test_a_full_disk_leaves_no_half_of_a_file_and_what_another_process_writes_beside_it(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_file_and_the_temporary_file_of_another_process(tmp_path: Path) -> None:
     """The second process meets a full disk while the first process has its temporary file there."""
     (tmp_path / "a").write_bytes(b"old")
     (tmp_path / "a.1").write_bytes(b"half")

@@ -290,7 +290,7 @@ def test_questions_that_are_not_there_are_named_before_lengths_that_do_not_fit()
         preflight.check(cfg, Path.cwd() / "run")
 
 
-def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_by_an_estimated_size_is_lifted_by_device_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
     monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
     with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
@@ -307,7 +307,7 @@ KEY_OF_GROUP = {"optim": "optim.name", "rollout": "rollout.engine"}
     "scale=paper_gsm8k_7b", "scale=paper_bigmath_32b rollout=vllm", "scale=qwen1_5b +experiment=nvfp4_aqn",
     "scale=qwen1_5b +experiment=bf16", "scale=custom model=qwen3_8b model.attention=flash_attention_2",
 ])  # fmt: skip
-def test_the_words_named_for_a_model_too_large_for_a_cpu_are_all_that_it_takes(
+def test_the_remedies_for_a_model_too_large_for_a_cpu_pass_the_check(
     line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
@@ -325,7 +325,7 @@ def test_the_words_named_for_a_model_too_large_for_a_cpu_are_all_that_it_takes(
     "scale=paper_bigmath_32b rollout=vllm model.attention=flash_attention_2",  # all words at once
     "scale=custom model.path=Qwen/Qwen2.5-7B-Instruct",
 ])  # fmt: skip
-def test_the_words_named_for_a_model_too_large_for_a_cpu_can_be_typed(
+def test_the_remedies_for_a_model_too_large_for_a_cpu_can_be_typed(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
@@ -366,7 +366,7 @@ def test_a_model_in_a_folder_needs_no_room_for_a_download(model: Path, monkeypat
     assert preflight.check(plain(model__path=str(model), device="cpu"), Path.cwd() / "run") == []
 
 
-def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine() -> None:
+def test_jobs_for_another_machine_are_not_checked_against_this_one() -> None:
     cfg = plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cuda")
     assert preflight.check(cfg, Path.cwd() / "run", is_here=False) == []
 
@@ -405,7 +405,9 @@ def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPa
         preflight.check(full, Path.cwd() / "run")
 
 
-def test_a_gpu_is_what_the_system_shows_and_the_environment_does_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_counts_if_the_system_shows_it_and_the_environment_does_not_hide_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert not preflight.machine.has_gpu()
     monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
@@ -444,7 +446,7 @@ def test_the_gpus_of_a_machine_are_counted_and_the_largest_taken(
     preflight.check(plain(gpus=4, device="cpu"), Path.cwd() / "run")
 
 
-def test_gpus_that_cannot_be_listed_are_left_to_a_single_run_and_asked_for_by_jobs_at_once(nvidia_smi: Path) -> None:
+def test_unlisted_gpus_are_accepted_by_a_single_run_and_refused_by_a_pool(nvidia_smi: Path) -> None:
     nvidia_smi.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
     assert preflight.machine.gpu_memory_bytes() is None
     preflight.check(plain(gpus=4), Path.cwd() / "run")

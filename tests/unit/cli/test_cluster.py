@@ -47,7 +47,7 @@ def test_other_flags_are_refused(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("typed", ["slurm=--time=60 --partition=a,b", "slurm='--time=60 --partition=a,b'"])
-def test_flags_are_one_text_with_and_without_quotes_and_those_of_sbatch(typed: str) -> None:
+def test_slurm_flags_are_one_text_with_and_without_quotes(typed: str) -> None:
     assert spell_for_hydra(typed) == "slurm='--time=60 --partition=a,b'"
     found = cluster.parse_sbatch_flags("--partition=a,b --time=60 --exclusive --comment='two words'")
     assert found == {"partition": "a,b", "time": "60", "exclusive": True, "comment": "two words"}

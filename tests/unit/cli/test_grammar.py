@@ -251,7 +251,7 @@ NOWHERE = (
 )
 
 
-def test_a_wrong_word_or_path_is_refused_help_printed_and_a_sweep_checked_without_torch() -> None:
+def test_refusals_help_and_the_check_of_a_sweep_import_no_torch() -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})

@@ -33,7 +33,7 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         ([(0, INT), (6, HUP)], None),
     ],
 )
-def test_the_first_signal_stops_and_another_aborts_unless_it_belongs_to_the_first(
+def test_the_first_signal_stops_and_a_later_one_aborts_unless_it_repeats_the_first(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     signals: list[tuple[float, int]],

@@ -158,7 +158,7 @@ def test_a_bad_command_line(line, parts, capsys, tmp_path):
     "eval.questions=0 eval.every=2 eval.temperature=0.3 eval.top_p=0.9",  # of the evaluations during training
     "aqn=off aqn.norms=[input_layernorm]",  # a model without the usual norms is refused until it is typed
 ])  # fmt: skip
-def test_a_word_that_acts_is_no_word_without_effect(line):
+def test_an_override_with_an_effect_is_accepted(line):
     assert len(make_plan(line.split(), multirun=False).jobs) == 1
 
 
@@ -263,7 +263,7 @@ def test_a_server_is_asked_by_one_run_at_a_time(tiny):
         ("steps=1e9", "steps=1000000000 is not allowed; allowed: at most 999999. Type for example steps=999999."),
     ],
 )
-def test_a_word_of_another_program_or_place_leads_to_the_right_one(line, said, capsys):
+def test_a_name_from_another_library_or_group_leads_to_the_right_key(line, said, capsys):
     message = refused(line, capsys)
     assert said in message
     assert "Did you mean" not in message or "Did you mean" in said, "one answer, the right one"
@@ -291,7 +291,7 @@ def test_a_wrong_store_in_the_environment_is_refused_like_a_typed_one(line, caps
 
 
 @pytest.mark.parametrize("words", ["tracking.uri=http://host", "tracking=none"])
-def test_a_wrong_store_in_the_environment_is_no_matter_if_the_run_uses_another_or_none(words, monkeypatch):
+def test_a_wrong_store_in_the_environment_is_ignored_if_the_run_uses_another_or_none(words, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "localhost:5000")
     assert train.main([words, "dry_run=true"]) == 0
 
@@ -394,7 +394,7 @@ def only_job(*words: str) -> Job:
     return job
 
 
-def test_a_model_given_by_its_path_is_labelled_by_it_and_not_by_the_option_of_its_scale():
+def test_a_model_given_by_its_path_is_named_after_the_path():
     assert only_job("scale=smollm2", "model.path=/data/Other").config.model.name == "Other"
     assert only_job("scale=smollm2").config.model.name == "smollm2_135m"
     assert only_job("scale=pocket", "model.path=/data/x", "model.name=mine").config.model.name == "mine"
@@ -408,7 +408,7 @@ def test_a_commit_that_looks_like_a_number_stays_as_it_was_typed():
     assert [job.config.model.revision for job in jobs] == ["7e12345", "main"]
 
 
-def test_a_micro_batch_that_nobody_typed_shrinks_to_what_divides_an_update_and_that_is_said():
+def test_an_untyped_micro_batch_shrinks_to_a_divisor_of_an_update_with_a_note():
     job = only_job("rollout.prompts_per_step=2")
     assert job.config.optim.micro_batch_size == 16
     assert job.notes == ["optim.micro_batch_size=16 instead of 64: it must divide the 16 completions of an update"]
@@ -432,7 +432,7 @@ def test_a_sweep_over_lists_takes_names_in_quotes():
     assert [job.config.format.ignore for job in jobs] == [["re:.*down.*"], ["lm_head"]]
 
 
-def test_the_keys_that_an_error_lists_are_those_that_may_be_typed_the_nearest_first():
+def test_an_error_lists_the_keys_that_may_be_typed_nearest_first():
     set_by_lab = {leaf.name for leaf in leaves(RunConfig()) if "set by the command" in leaf.field.metadata["help"]}
     assert set_by_lab | {*SET_BY_LAB} <= NOT_PROPOSED
     listed = str(unknown_key_error("step")).partition("Allowed: ")[2].rstrip(".").split(", ")
@@ -443,7 +443,7 @@ def test_the_keys_that_an_error_lists_are_those_that_may_be_typed_the_nearest_fi
         assert {*listed} == {key for key in TYPES if key.startswith(f"{node}.")} - NOT_PROPOSED
 
 
-def test_words_that_do_little_are_said():
+def test_overrides_with_little_effect_get_a_note():
     for words, given, proposed in (
         (["aqn=linear", "steps=5"], "5 steps", "aqn.stages=5"),
         (["aqn=linear", "steps=1"], "1 step", "aqn.stages=1 aqn.reading=equation"),
@@ -474,7 +474,7 @@ SWEEP = "seed=0,1 hydra.sweep.dir=begun device=cuda"
 @pytest.mark.parametrize(("words", "again"), [
     ("run_dir=begun device=cuda", "resume=begun"), (SWEEP, "resume=begun"), (SWEEP, f"-m {SWEEP}"),
 ])  # fmt: skip
-def test_what_was_begun_is_checked_again_before_it_goes_on(words, again, capsys):
+def test_a_begun_run_is_checked_again_before_it_continues(words, again, capsys):
     """The earlier command may have run on a machine with a GPU."""
     claim_directories(make_plan(words.split(), multirun=words is SWEEP), "python -m qerl_lab")
     assert "device=cuda was given, and this machine shows no GPU" in refused(again, capsys)

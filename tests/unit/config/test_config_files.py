@@ -63,12 +63,12 @@ def check_arms(composed: dict[tuple[str, str], RunConfig], scale: str) -> None:
     assert len({config_hash(composed[arm, scale]) for arm in ARMS}) == len(ARMS), "two are the same run"
 
 
-def test_two_arms_differ_in_what_they_declare_and_in_nothing_else(composed):
+def test_arms_differ_as_declared_and_in_nothing_else(composed):
     check_arms(composed, "pocket")
 
 
 @pytest.mark.slow
-def test_so_they_do_at_every_scale_and_each_carries_the_names_of_its_files():
+def test_arms_differ_as_declared_at_every_scale():
     plan = make_plan([f"+experiment={','.join(ARMS)}", f"scale={','.join(SCALES)}"], multirun=True)
     composed = {(job.config.experiment, job.config.scale): job.config for job in plan.jobs}
     assert set(composed) == set(itertools.product(ARMS, SCALES))
@@ -145,7 +145,7 @@ def test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each(name
     assert "Cost" in comments
 
 
-def test_a_run_takes_the_rule_of_its_checkpoint_unless_somebody_says_one(tmp_path: Path):
+def test_a_run_takes_the_rounding_rule_of_its_checkpoint_unless_one_is_typed(tmp_path: Path):
     """One grid can then have checkpoints with different rules. A checkpoint without a recorded rule changes nothing."""
     for folder, noted in (("max", "max"), ("both", "four_over_six"), ("theirs", None)):
         (tmp_path / folder).mkdir()

@@ -152,7 +152,7 @@ def test_an_engine_that_an_evaluation_takes_must_fit_the_run(tiny) -> None:
     assert str(refused.value).endswith("Type rollout=transformers."), "format=nvfp4 is of a run alone"
 
 
-def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exist() -> None:
+def test_every_row_of_needs_names_existing_keys_and_values() -> None:
     for condition in itertools.chain.from_iterable((*needs.given.split(" and "), needs.allowed) for needs in NEEDS):
         key, values, _ = parse_condition(condition)
         for text in values:
@@ -188,7 +188,7 @@ def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exis
         {"algorithm__overlong_buffer_tokens": None}, {"algorithm__name": "gspo", "algorithm__beta": 0.0},
     ],
 )  # fmt: skip
-def test_what_is_just_allowed_passes(values):
+def test_values_at_the_edge_of_the_rules_pass(values):
     found = {name: value for name, _, value in leaves(from_dict(nested(**values)))}
     assert {name: found[name.replace("__", ".")] for name in values} == values
 
@@ -256,7 +256,7 @@ def test_whole_groups_go_to_each_gpu(tiny) -> None:
         tiny(gpus=4, optim__micro_batch_size=8)
 
 
-def test_what_others_call_a_key_is_one_of_ours() -> None:
+def test_every_foreign_name_leads_to_an_existing_key_or_group() -> None:
     assert not set(FOREIGN_NAMES) & set(TYPES)
     for meant in FOREIGN_NAMES.values():
         group, _, option = meant.partition("=")

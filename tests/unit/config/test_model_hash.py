@@ -69,7 +69,7 @@ def test_place_time_and_the_records_beside_a_model_do_not_count(model: Path, tmp
     assert model_hash(copy) == model_hash(link) == model_hash(model) == before
 
 
-def test_of_large_files_every_tensor_is_looked_at_and_small_ones_are_read_whole(
+def test_every_tensor_of_a_large_file_is_sampled_and_small_tensors_are_read_whole(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change between the samples of a matrix is missed, as the docstring of `model_hash` says."""

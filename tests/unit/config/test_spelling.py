@@ -61,5 +61,5 @@ def test_a_line_to_type_is_what_people_type(path: str, typed: str) -> None:
     ("a,7e12345,07,null", "a,'7e12345','07',null"), ("~/ä, 'b',1e3", "'~/ä', 'b','1e3'"),
     ("~/a,choice(b)", "~/a,choice(b)"), ("${oc.env:HOME}/ä", "${oc.env:HOME}/ä"),
 ])  # fmt: skip
-def test_one_text_is_quoted_where_hydra_would_not_read_it(value: str, spelled: str) -> None:
+def test_a_text_is_quoted_if_hydra_would_not_read_it_as_text(value: str, spelled: str) -> None:
     assert quote_text("run_dir", value) == f"run_dir={spelled}"

@@ -94,7 +94,7 @@ def save_checkpoint(run: RunDirectory, step: int, **more: Any) -> Path:
     return checkpoint.save(run.checkpoints, state, lambda folder: None, keep=2)
 
 
-def test_an_edited_configuration_is_refused_with_the_keys_that_the_checkpoint_has_otherwise(tmp_path: Path) -> None:
+def test_an_edited_configuration_is_refused_and_the_changed_keys_are_named(tmp_path: Path) -> None:
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
     was = run.config()
     save_checkpoint(run, 2)

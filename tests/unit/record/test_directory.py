@@ -145,7 +145,7 @@ def test_what_is_done_is_done_however_its_process_ends(run: RunDirectory) -> Non
     assert (run.settle(-signal.SIGKILL), run.status, run.result()) == (OK, "done", {"seconds": 3.0})
 
 
-def test_a_rank_that_was_killed_is_the_reason_and_not_what_the_others_said_of_its_loss(run: RunDirectory) -> None:
+def test_a_killed_rank_is_the_reason_of_a_failure_and_not_the_errors_of_the_others(run: RunDirectory) -> None:
     run.begin()
     run.fail("DistBackendError: connection closed by peer")
     assert run.settle(FAILURE, "rank 0 of 2") == FAILURE
@@ -217,7 +217,7 @@ def test_the_seconds_of_a_run_are_those_of_all_its_sessions(tmp_path: Path) -> N
     assert run.end_session() == pytest.approx(30 + 0 + 5 + 2, abs=1)
 
 
-def test_a_copied_directory_is_another_run_to_its_mirrors_and_a_moved_one_the_same(run: RunDirectory) -> None:
+def test_a_copied_directory_gets_a_new_mirror_key_and_a_moved_one_keeps_it(run: RunDirectory) -> None:
     run.note_mirror(uri="http://host", run_id="1")
     first = run.mirror()
     copy = RunDirectory(shutil.copytree(run.path, run.path.parent / "copy"))

@@ -99,7 +99,7 @@ def test_a_configuration_that_was_cut_off_is_refused_at_any_line(run_dir: Path, 
         RunDirectory(run_dir).config()
 
 
-def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_dir: Path) -> None:
+def test_a_run_from_before_a_key_was_added_or_deleted_resumes_in_the_same_arm(run_dir: Path) -> None:
     """The old record and checkpoint lack keys added since, which then have their defaults, and have a deleted key."""
     known = {name: value for name, _, value in leaves(RunConfig(steps=12))}
     assert {name: known[name] for name in ADDED} == dict(ADDED)

@@ -211,7 +211,7 @@ def test_tags_take_the_commit_from_the_runs_own_record(tmp_path: Path) -> None:
     assert all(isinstance(value, str) for value in tags.values())
 
 
-def test_what_cannot_be_resynced_is_one_line(
+def test_resync_refuses_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDirectory(tmp_path / "a run")

@@ -80,7 +80,7 @@ SEARCH = {"aqn__unit": "kl", "aqn__solver__prompts": 2, "aqn__solver__draws": 1}
 
 
 @pytest.mark.parametrize("changes", [{}, {"eval__questions": 0} | SEARCH], ids=["evaluation", "search for sigma"])
-def test_less_than_was_asked_is_a_failure_outside_a_step_too(new_runs, changes: dict) -> None:
+def test_an_incomplete_rollout_is_a_failure_outside_a_step_too(new_runs, changes: dict) -> None:
     runs = new_runs(steps=1, **changes)
     said = r"the engine gave \d completions for \d prompts; asked: 1 for each of \d\. 0 of 1 steps are saved\. Type"
     with pytest.raises(EngineFailed, match=said):
@@ -120,7 +120,7 @@ def test_an_engine_that_does_not_close_hides_no_error(new_runs, whole, capfd) ->
     assert "warning: the engine could not be closed (RuntimeError: the door is stuck)." in capfd.readouterr().err
 
 
-def test_what_would_only_happen_again_saves_nothing(new_runs, whole) -> None:
+def test_a_diverged_run_saves_nothing(new_runs, whole) -> None:
     runs = new_runs()
     with pytest.raises(Diverged):
         runs.run(f"nan@{first_call(whole, 2)}")

@@ -101,9 +101,7 @@ def test_each_rank_asks_its_share_and_the_record_has_all(sessions) -> None:
     assert line["metrics"]["eval/entropy_nats"] == pytest.approx((6 * 1.0 + 9 * 2.0) / 15), "a mean over all tokens"
 
 
-def test_the_progress_of_a_rank_stands_for_all_ranks_and_ends_at_the_number_of_completions(
-    sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_extrapolated_to_all_ranks_and_ends_at_the_total(sessions, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = defaultdict[terminal.ProgressBar, list[int]](list)
 
     def advance(bar: terminal.ProgressBar, count: int) -> None:
@@ -147,7 +145,9 @@ def test_nothing_is_asked_twice(sessions) -> None:
         ("signal", Interrupted, "$"),
     ],
 )
-def test_what_ends_one_rank_ends_all(sessions, at: int, what: str, error: type[Exception], said: str) -> None:
+def test_a_failure_or_signal_on_one_rank_ends_all(
+    sessions, at: int, what: str, error: type[Exception], said: str
+) -> None:
     two = sessions(*threads(2))
     two[at].engine.fails, two[at].stop.signalled = what == "engine fails", what == "signal"
     two[at].engine.logprob = math.nan if what == "nan" else -1.0

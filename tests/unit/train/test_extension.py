@@ -110,7 +110,7 @@ def test_a_refused_extension_leaves_the_run_finished(
 @pytest.mark.parametrize(("changes", "start"), [
     ({}, "lora.start_from="), ({"lora__rank": 0, "format__name": "bf16"}, "model.path=")
 ])  # fmt: skip
-def test_a_run_that_kept_no_checkpoint_is_told_how_a_new_one_begins_with_its_weights(
+def test_extending_a_run_without_a_checkpoint_names_a_new_run_with_its_weights(
     changes: dict[str, Any], start: str, tmp_path: Path
 ) -> None:
     """It has a checkpoint of another step, from which it does not continue."""

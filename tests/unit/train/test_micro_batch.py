@@ -260,7 +260,7 @@ def whole(new_runs) -> Runs:
     return runs
 
 
-def test_on_a_cpu_it_is_the_schemas_and_the_run_is_that_of_the_number(new_runs, whole: Runs, capfd) -> None:
+def test_on_a_cpu_the_size_is_the_default_and_the_run_equals_one_with_it_typed(new_runs, whole: Runs, capfd) -> None:
     typed, other = new_runs(optim__micro_batch_size=8), new_runs(optim__micro_batch_size=2)
     assert typed.run() == other.run() == OK
     assert "4 x 4 completions of at most 16 tokens, micro-batches of 8" in capfd.readouterr().out
@@ -280,7 +280,7 @@ PARTS = {  # what the passes could change
 }  # fmt: skip
 
 
-def test_a_run_that_measured_is_the_run_of_the_number(new_runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_measured_size_equals_one_with_the_size_typed(new_runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainer and passes are real, and the memory that they take is made up."""
     sizes: list[int] = []
 

@@ -111,7 +111,7 @@ def test_the_probes_take_no_question_from_the_run(finished, new_runs, build_poli
     assert len(set(seeds)) == len(seeds) == 6  # four steps, two stages
 
 
-def test_with_noise_in_the_trainer_too_every_update_of_a_step_has_the_noise_of_its_rollout(new_runs) -> None:
+def test_noise_in_the_trainer_is_the_noise_of_the_rollout_in_every_update(new_runs) -> None:
     both = {"aqn__scope": "rollout_and_train", "algorithm__updates_per_rollout": 2, "optim__learning_rate": 0.0}
     runs = new_runs(**(ADAPTIVE | {"aqn__sigma_start": 0.2}), **both)
     assert runs.run() == OK
@@ -140,9 +140,7 @@ def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
-    tiny, build_policy, relative: bool
-) -> None:
+def test_the_solved_sigma_gives_the_target_kl_over_the_noises_of_its_stage(tiny, build_policy, relative: bool) -> None:
     small = {"steps": 6, "optim__micro_batch_size": 4, "rollout__temperature": 0.7, "aqn__solver__draws": 3}
     cfg = tiny(**(SETTINGS | KL | small), aqn__relative=relative)
     policy = build_policy(cfg)
@@ -340,7 +338,7 @@ def test_the_kernel_gap_is_what_the_sampler_says_beyond_its_own_weights(policy: 
     assert probe(policy, noisy, off, 6, temperature=0.8)[1].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_a_probe_finds_is_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_results_of_a_probe_are_pooled_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank gets the mean over all tokens, and the largest gap of any rank.
 
     Together the ranks probe as many completions as one rank would; the third rank probes none.

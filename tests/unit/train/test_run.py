@@ -35,9 +35,7 @@ def test_the_kernels_that_the_engine_took_are_recorded(tiny, tmp_path: Path, mon
     assert directory.environment()["micro_batch_size"] == 4
 
 
-def test_the_code_on_record_is_what_began_not_what_was_edited_while_the_model_loaded(
-    tiny, tmp_path: Path, monkeypatch
-) -> None:
+def test_the_recorded_code_hash_is_from_before_the_model_loads(tiny, tmp_path: Path, monkeypatch) -> None:
     """Otherwise the same command would take these numbers for numbers of the edited code."""
     shutil.copytree(environment.PACKAGE, package := tmp_path / "qerl_lab")
     monkeypatch.setattr(environment, "PACKAGE", package)
@@ -84,7 +82,7 @@ def test_a_run_whose_directory_was_renamed_says_that_and_prints_no_traceback(
         ({"gpus": [{"name": "a GPU"}]}, "began on cuda, and here it would continue on cpu: one record would hold two"),
     ],
 )
-def test_a_run_without_a_checkpoint_goes_on_with_its_questions_on_its_device_or_not_at_all(
+def test_a_run_without_a_checkpoint_refuses_other_questions_and_another_device(
     tiny, tmp_path: Path, monkeypatch, began: dict, said: str
 ) -> None:
     """A run killed before its first checkpoint has recorded answers, which are not asked for again."""
@@ -113,9 +111,7 @@ def test_a_mistake_in_a_grader_is_said_before_the_model_loads(
         run_module.build_session(cfg, directory, Stop())
 
 
-def test_a_run_with_a_checkpoint_goes_on_with_a_grader_that_no_empty_text_fits(
-    tiny, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_run_with_a_checkpoint_skips_the_trial_of_its_grader(tiny, tmp_path: Path, monkeypatch) -> None:
     """The grader's file must not change any more, and may never have met an empty text."""
     module = tmp_path / "grader.py"
     module.write_text("def grade(texts, questions): return {'answer': [1 / len(text) for text in texts]}")
@@ -162,7 +158,7 @@ def test_the_noise_of_a_run_in_words(changes: dict, said: str) -> None:
     assert run_module.noise_line(AqnConfig(**sizes | changes)) == said
 
 
-def test_a_template_that_writes_the_date_keeps_the_day_on_which_the_run_began(tiny, tmp_path: Path) -> None:
+def test_a_chat_template_with_a_date_gets_the_day_on_which_the_run_began(tiny, tmp_path: Path) -> None:
     model = Path(shutil.copytree(ASSETS, tmp_path / "model"))
     template = model / "chat_template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())

@@ -163,7 +163,7 @@ def test_after_the_last_attempt_flat_groups_fill_the_batch_in_the_order_of_their
     assert [bool(row.any()) for row in batch.advantage_P_G] == [False, True, True]
 
 
-def test_every_attempt_has_a_seed_of_its_own_and_the_first_that_of_other_versions(tiny) -> None:
+def test_every_attempt_has_its_own_seed_and_the_first_keeps_the_old_formula(tiny) -> None:
     cfg = tiny(seed=3)
     assert sampling_settings(cfg, 5, 0, 0) == Sampling(
         cfg.rollout.max_completion_tokens, seed=3 * 1_000_003 + 5, temperature=1.0
@@ -292,7 +292,7 @@ def test_the_measures_are_over_everything_that_was_drawn(setting) -> None:
     )  # fmt: skip
 
 
-def test_what_fills_a_batch_and_what_nobody_solved_is_counted(setting) -> None:
+def test_flat_and_unsolved_groups_are_counted(setting) -> None:
     """Six of seven groups are flat, and the fourth is unsolved. The last two attempts ask two questions each."""
     run = setting(flat={0, 1, 3, 4, 5, 6}, algorithm__overlong_buffer_tokens=2, **RESAMPLING)
     batch = run.collect()

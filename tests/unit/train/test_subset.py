@@ -71,7 +71,7 @@ def test_the_same_first_questions_are_asked_every_time(watched: Path) -> None:
     assert phases["step 2"]["sample"].tolist() != phases["step 4"]["sample"].tolist(), "the policy learned"
 
 
-def test_a_signal_within_an_evaluation_saves_the_step_and_the_run_goes_on_as_if_nothing_was(
+def test_a_signal_within_an_evaluation_saves_the_step_and_a_resume_changes_no_number(
     watched: Path, new_runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, evaluate, calls = Stop(), run_module.accuracy.evaluate, iter(range(1, 100))
