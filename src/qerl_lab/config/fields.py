@@ -9,7 +9,7 @@ from qerl_lab.config.keys import spell_value
 
 
 class Kind(NamedTuple):
-    """What a field may hold: its name in messages, the types that YAML reads, an example, and for a list its items."""
+    """A kind of field: its name in messages, the types that YAML reads, an example, and the item type of a list."""
 
     name: str
     types: tuple[type, ...]

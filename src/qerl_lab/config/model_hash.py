@@ -46,7 +46,7 @@ def model_hash(path: Path) -> str | None:
 
 
 def _hash_file(file: Path) -> str:
-    """Return the SHA-256 of a file's size and content as hex digits. Of a large weight file it reads only samples."""
+    """Return the SHA-256 of a file's size and content as hex digits. Reads only samples of a large weight file."""
     size = file.stat().st_size
     if size <= MAX_WHOLE_FILE or file.suffix not in (".safetensors", ".gguf"):
         parts = [(0, size)]
