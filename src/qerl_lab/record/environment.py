@@ -158,6 +158,4 @@ def _is_checkout() -> bool:
 
 def _git(*args: str) -> str | None:
     """Return the output of a git command in CHECKOUT; None if the command fails."""
-    # Drop a git hook's GIT_DIR, which points elsewhere. Disable optional locks, which could block the user's own git.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    return output_of("git", "-C", str(CHECKOUT), *args, env=env | {"GIT_OPTIONAL_LOCKS": "0"})
+    return output_of("git", "--no-optional-locks", "-C", str(CHECKOUT), *args)  # a lock could block the user's own git

@@ -77,13 +77,10 @@ def end_with_parent(parent: int) -> None:
     threading.Thread(target=exit_after_parent, daemon=True).start()
 
 
-def output_of(*command: str, env: Mapping[str, str] | None = None) -> str | None:
-    """Run a command and return its standard output. None if the program is missing, fails or takes over 30 s.
-
-    `env` replaces the whole environment of the command; None passes on the environment of this process.
-    """
+def output_of(*command: str) -> str | None:
+    """Run a command and return its standard output. None if the program is missing, fails or takes over 30 s."""
     try:
-        done = subprocess.run(command, capture_output=True, check=True, timeout=30, env=env)
+        done = subprocess.run(command, capture_output=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="replace")
