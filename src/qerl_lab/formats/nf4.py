@@ -114,8 +114,8 @@ class Nf4(Format):
         """Build the `quantization_config` that `transformers.BitsAndBytesConfig` would write.
 
         `ignore` names the layers left dense: full names, last parts of names, or modules that contain layers.
-        transformers takes an entry for the beginning or the end of a name (`layers.1` for `layers.10` too); the
-        quantize command lists full names where that differs. Raises ValueError for a `re:` pattern, because
+        transformers takes an entry for the beginning or the end of a name (`layers.1` for `layers.10` too), so the
+        quantize command lists full names. Raises ValueError for a `re:` pattern, because
         bitsandbytes would read it as a name.
         """
         if any(entry.startswith("re:") for entry in ignore):

@@ -105,11 +105,10 @@ def fill(
     that is missing, superfluous, of wrong shape or dtype, or has NaN or Inf, and for parts of a fused layer that differ
     in their shared tensor scale.
     """
-    weight_format, linears, copies = packed_as.weight_format, packable(model, packed_as.ignore), tied(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in copies}
+    weight_format, linears, shapes = packed_as.weight_format, packable(model, packed_as.ignore), shapes_of(model)
     dense = sorted(shapes.keys() - {f"{name}.weight" for name in linears})
     expected = {name: shapes[name] for name in dense} if is_packed else shapes
-    _check_tensors(model, source, expected, weight_format, linears if is_packed else ())
+    check_tensors(model, source, expected, weight_format, linears if is_packed else ())
     for group in fused_groups(linears):
         if is_packed:
             _fill_packed(model, source, group, weight_format, device)
@@ -128,9 +127,15 @@ def fill(
     return model.to(device).requires_grad_(False)
 
 
-def _check_tensors(
+def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a dense model by checkpoint name; tied parameters appear once."""
+    copies = tied(model)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in copies}
+
+
+def check_tensors(
     model: PreTrainedModel, source: Weights, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
-    packed: Sequence[str],
+    packed: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Raise ValueError unless `source` has exactly the tensors that the model needs, in valid shapes and dtypes.
 

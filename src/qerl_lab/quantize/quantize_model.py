@@ -1,7 +1,7 @@
 """Quantize a model: read -> pack -> describe -> measure -> rename.
 
-All files are written to OUT.partial, which is renamed to OUT when complete. After a failure or an interruption the same
-command starts again, or goes on with the measurement if the weights are complete.
+All files are written to OUT.partial, which is renamed to OUT when complete. After an interruption the same command
+starts again.
 """
 
 import json
@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AutoConfig
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qerl_lab import formats
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import spell_value
-from qerl_lab.config.message import first_line, some_of
+from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import POCKET, FormatConfig
@@ -28,12 +27,10 @@ from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored, read_json
 from qerl_lab.model.weight_files import WeightFiles, copy_companions, local_folder
 from qerl_lab.quantize import llmcompressor, quality, rtn
-from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
+from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.record.out import Unfinished
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file
-
-NOT_IDENTITY = ("model", "revision", "out", "overwrite", "device")  # options that `identity_of` leaves out or replaces
 
 
 class Source(NamedTuple):
@@ -49,25 +46,21 @@ class Source(NamedTuple):
 def run(options: QuantizeOptions) -> None:
     """Quantize a model: write the checkpoint and print its quality.
 
-    Raises ConfigError if the model cannot be loaded, or OUT.partial was begun with other options (unless
-    options.overwrite). Raises ValueError, naming file and tensor, if a file is damaged or the format cannot store a
-    weight.
+    Raises ConfigError if the model cannot be loaded. Raises ValueError, naming file and tensor, if a file is damaged or
+    the format cannot store a weight.
     """
     device = policy.device_of(options.device)
     if options.method != "rtn":
         llmcompressor.check(options)
     source = read_source(options)
-    with Unfinished(options.folder, identity_of(options, source, device), options.overwrite) as unfinished:
-        if not unfinished.has("config.json"):
-            unfinished.clear()
-            if options.method == "rtn":
-                weight_format, shard = formats.build(options.format_config()), options.shard_gb * 1e9
-                rtn.write(source.weights, source.packed, weight_format, device, unfinished.folder, shard)
-                replace_file(unfinished.folder / "config.json", json.dumps(source.config, indent=2).encode() + b"\n")
-            else:
-                llmcompressor.run(options, source.folder, source.dense, unfinished.folder)
-            copy_companions(source.folder, unfinished.folder)
-            unfinished.note("config.json")
+    with Unfinished(options.folder, {}, options.overwrite) as unfinished:
+        if options.method == "rtn":
+            weight_format, shard = formats.build(options.format_config()), options.shard_gb * 1e9
+            rtn.write(source.weights, source.packed, weight_format, device, unfinished.folder, shard)
+            replace_file(unfinished.folder / "config.json", json.dumps(source.config, indent=2).encode() + b"\n")
+        else:
+            llmcompressor.run(options, source.folder, source.dense, unfinished.folder)
+        copy_companions(source.folder, unfinished.folder)
         result = quality.measure(options, source.folder, source.packed, unfinished.folder, device)
         unfinished.finish()
     print(quality.table(options, result))
@@ -78,19 +71,6 @@ def run(options: QuantizeOptions) -> None:
     words = [hydra_override(key, value) for key, value in given.items() if value is not None] + ["formats=[]"]
     print(f"measure it:  {command}.evaluate entropy {shell_line(words)}")
     print(f"train on it: {command} {shell_line(training_overrides(options))}")
-
-
-def identity_of(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
-    """Return what determines the bytes of the checkpoint: options, type of device, and size and time of model files.
-
-    The times are of the last modification, in nanoseconds.
-    """
-    left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
-    identity = {key: value for key, value in asdict(options).items() if key not in left_out}
-    files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
-    identity["device"] = device.type
-    identity["model"] = {file.name: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()}
-    return identity
 
 
 def training_overrides(options: QuantizeOptions) -> list[str]:
@@ -143,14 +123,12 @@ def read_source(options: QuantizeOptions) -> Source:
         raise ConfigError(
             f"model={options.model} has no Linear layer outside of {typed}. Type another model, or a shorter ignore."
         )
-    for layer in packed:
-        _check_weight(f"{layer}.weight", weights, model, folder)
+    loading.check_tensors(model, weights, loading.shapes_of(model), weight_format)
     dense = [name for name in linears if name not in packed]
     tied = [name for name in dense if not is_ignored(name, ignore)]  # to an embedding
-    if isinstance(weight_format, Nf4):
-        ignore = _as_transformers_reads(ignore, packed, dense)
-    dtype = weights.dtype(f"{packed[0]}.weight")
-    config["quantization_config"] = weight_format.quantization_config([*ignore, *tied], dtype)
+    # With NF4 full names, because transformers takes an entry for the beginning or the end of a name.
+    listed = dense if isinstance(weight_format, Nf4) else [*ignore, *tied]
+    config["quantization_config"] = weight_format.quantization_config(listed, weights.dtype(f"{packed[0]}.weight"))
     return Source(folder, weights, packed, dense, config)
 
 
@@ -166,42 +144,3 @@ def _check_ignore(ignore: list[str], linears: list[str]) -> None:
                 f"ignore={spell_value(ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} Allowed: "
                 f"full names, their last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
             )
-
-
-def _check_weight(name: str, weights: WeightFiles, model: nn.Module, folder: Path) -> None:
-    """Raise ValueError unless the files `weights` in `folder` have the tensor `name`, in the shape that `model` has."""
-    if name not in weights.names:
-        raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
-    found, asked = list(weights.shape(name)), list(model.get_parameter(name).shape)
-    if found != asked:
-        raise ValueError(f"{weights.where(name)}: {name} has shape {found}, config.json asks for {asked}")
-
-
-def _as_transformers_reads(ignore: list[str], packed: list[str], dense: list[str]) -> list[str]:
-    """Rewrite `ignore` for NF4, so that transformers leaves the same Linears dense as this lab does.
-
-    transformers (`should_convert_module`) takes an entry for the beginning or the end of a name, even within one of its
-    parts, and knows no `re:`. So modules, patterns, and last parts that would match further Linears are replaced by the
-    full names of the Linears that they match. Raises ConfigError if even a full name is the beginning of another.
-
-    Args:
-        packed: names of the Linears that are packed.
-        dense: names of the Linears that are left dense.
-    """
-
-    def left_dense(skipped: list[str]) -> list[str]:  # with `skipped` as llm_int8_skip_modules
-        return [name for name in packed if not should_convert_module(name, skipped)]
-
-    names = list[str]()
-    for entry in ignore:
-        matched = [name for name in dense if is_ignored(name, [entry])]
-        is_kept = all(name.endswith(entry) for name in matched) and not left_dense([entry])
-        names += [entry] if is_kept else matched
-    if taken := left_dense(names):
-        ends = dict.fromkeys(name.rpartition(".")[2] for name in taken)
-        raise ConfigError(
-            f"ignore={spell_value(ignore)} with format=nf4 packs {some_of(taken, 1)}, and transformers, which "
-            "takes names for beginnings, would leave it dense; allowed: lists that name it too, or another format. "
-            f"Type ignore={spell_value([*ignore, *ends])}."
-        )
-    return names

@@ -52,7 +52,7 @@ class QuantizeOptions(OutputOptions):
     samples: int = option(256, "awq, gptq: calibration sequences (paper: 256)", at_least=1)
     tokens: int = option(2048, "awq, gptq: tokens of each sequence (paper: 2048)", at_least=1)
     seed: int = option(0, "awq, gptq: seeds the choice of calibration texts", at_least=0)
-    overwrite: bool = option(False, "replace a checkpoint at `out`, or one begun there with other options")
+    overwrite: bool = option(False, "replace the checkpoint at `out`")
 
     def format_config(self) -> FormatConfig:
         """Return the config group `format` of a run that trains on the checkpoint that these options write."""
