@@ -176,41 +176,21 @@ def _checked_grade(
         )
     scores: Scores = {}
     for part, values in given.items():
+        asked = f"{where} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}"
         try:
             scores[part] = np.asarray(values, np.float64)
         except (TypeError, ValueError):
             scores[part] = np.array(np.nan)
-        if scores[part].shape != (len(texts),) or not ((scores[part] >= 0) & (scores[part] <= 1)).all():
+        if scores[part].shape != (len(texts),):
+            raise ConfigError(f"{asked}, and returned {reprlib.repr(values)}.")
+        wrong = ~((scores[part] >= 0) & (scores[part] <= 1))  # also NaN
+        if wrong.any():
+            at = int(wrong.argmax())
             raise ConfigError(
-                f"{where} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}, "
-                f"and returned {_describe_wrong_scores(values, questions)}."
+                f"{asked}, and returned {scores[part][at]:g} for text {at + 1}, an answer to question "
+                f"{questions[at].id}."
             )
     return scores
-
-
-def _describe_wrong_scores(values: Any, questions: Sequence[Question]) -> str:
-    """Describe `values`, a wrong result of a grader, which must give one score from 0 to 1 for each of `questions`.
-
-    Returns the number of scores and the shortened list if the number is wrong, else the first wrong score, because a
-    shortened list might show only right ones. A text is not split into characters. A generator is not asked for its
-    values, because it may have no end, or raise an error.
-    """
-    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-        return reprlib.repr(values)
-    try:
-        several = list(values)
-    except TypeError:  # an array without axes
-        return reprlib.repr(values)
-    if len(several) != len(questions):
-        return f"{len(several)}: {reprlib.repr(values)}"
-    for number, (value, question) in enumerate(zip(several, questions, strict=True), start=1):
-        try:
-            is_score = 0 <= float(value) <= 1
-        except (TypeError, ValueError):
-            is_score = False
-        if not is_score:
-            return f"{reprlib.repr(value)} for text {number}, an answer to question {question.id}"
-    return reprlib.repr(values)
 
 
 def _describe_error(error: Exception, module: str) -> str:
