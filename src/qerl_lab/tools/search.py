@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 FIRST_SEED = 100  # lower seeds are kept for the reported sweeps
 HOW_IT_RUNS = (*OF_SWEEPS, "cpu_threads")  # keys that may change between two commands
 TABLE = "table.txt"
-ASKED = "asked"  # attribute of the study: the words that it was begun with
-SOURCES = "source files of qerl_lab (code_hash in env.json), and other code may give other values"
+ASKED, CODE = "asked", "code"  # attributes of the study: words and source files that it was begun with
 Ranges = dict[str, tuple[float, float]]
 
 
@@ -146,9 +145,13 @@ def search(options: SearchOptions, words: list[str]) -> None:
             "Type another out, or the words that the search began with."
         )
     study.set_user_attr(ASKED, asked)
+    study.set_user_attr(CODE, begun_by := study.user_attrs.get(CODE, code_hash()))
     finished = [trial for trial in study.trials if trial.state.is_finished()]
-    if len(finished) < options.trials and _trials_by_code(study, options).keys() - {code_hash()}:
-        print(f"note: trials here ran with other {SOURCES}. Type another out to search with one code.")
+    if begun_by != code_hash() and len(finished) < options.trials:
+        print(
+            "note: the search began with other source files of qerl_lab (code_hash in env.json), and other code may "
+            "give other values. Type another out to search with one code."
+        )
     while trial := _next_trial(study, options, ranges):
         print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
         sweep = hydra_override("hydra.sweep.dir", str(options.trial_folder(trial)))
@@ -210,21 +213,8 @@ def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
     return statistics.fmean(values) if is_whole else None
 
 
-def _trials_by_code(study: "Study", options: SearchOptions) -> dict[str, list[str]]:
-    """Map each `code_hash` in env.json of the runs to the numbers of its trials; "none" stands for runs without one."""
-    found = dict[str, list[str]]()
-    for trial in study.trials:
-        runs = map(RunDirectory, options.trial_folder(trial).glob("*"))
-        for code in {session.get("code_hash", "none") for run in runs for session in run.environments()}:
-            found.setdefault(code, []).append(str(trial.number))
-    return found
-
-
 def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> str:
-    """Format the table of trials, best first, and the command that runs the best values with other seeds.
-
-    A note tells which trials ran with which source files, if these changed during the search.
-    """
+    """Format the table of trials, best first, and the command that runs the best values with other seeds."""
     trials = sorted(study.trials, key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     best = trials[0]
     rows = [["trial", options.objective, "values", "directory"]]
@@ -233,9 +223,6 @@ def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> 
         rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(options.trial_folder(trial))])
     words = [*(word for word in shared if word != "eval.questions=0"), *_overrides(best), "seed=0,1,2,3,4"]
     lines = [columns(rows), f"mean of seeds {', '.join(map(str, options.seeds))}."]
-    if len(by_code := _trials_by_code(study, options)) > 1:
-        parts = (f"{code} in {', '.join(numbers)}" for code, numbers in sorted(by_code.items()))
-        lines.insert(1, f"note: the trials differ in the {SOURCES}: {'; '.join(parts)}.")
     if best.value is not None:
         lines[-1] += " Report the best values on other seeds."
         lines.append(f"next: {python_command()} -m qerl_lab -m {shlex.join(words)}")

@@ -13,7 +13,6 @@ optuna = pytest.importorskip("optuna")
 
 from qerl_lab.config.option import ConfigError  # noqa: E402
 from qerl_lab.config.spelling import unquoted  # noqa: E402
-from qerl_lab.record.environment import code_hash  # noqa: E402
 from qerl_lab.tools import search as command  # noqa: E402
 from qerl_lab.tools.search import SearchOptions, read_space  # noqa: E402
 
@@ -23,10 +22,10 @@ BEST = {"aqn.sigma_start": 0.05, "optim.learning_rate": 1e-3}
 
 class Lab:
     """Takes the words of a sweep as the main command does. Its trial number `stops_at` is interrupted once; a run of
-    trial `fails_at` fails before its first step. Its runs record `code` as the hash of the source files."""
+    trial `fails_at` fails before its first step."""
 
-    def __init__(self, stops_at: int | None = None, fails_at: int | None = None, code: str = code_hash()) -> None:
-        self.stops_at, self.fails_at, self.code, self.calls = stops_at, fails_at, code, []
+    def __init__(self, stops_at: int | None = None, fails_at: int | None = None) -> None:
+        self.stops_at, self.fails_at, self.calls = stops_at, fails_at, []
 
     def __call__(self, words: list[str]) -> int:
         self.calls.append(words)
@@ -40,7 +39,6 @@ class Lab:
             run = sweep / f"run-{seed}"
             run.mkdir(parents=True)
             (run / "resolved.yaml").touch()
-            (run / "env.json").write_text(json.dumps({"code_hash": self.code} if self.code else {}))
             if number == self.fails_at and seed == keys["seed"].split(",")[0]:
                 (run / "FAILED").write_text("OutOfMemoryError: 80 GiB are not enough\nTraceback ...\n")
                 continue
@@ -112,23 +110,14 @@ def test_a_search_that_was_stopped_tries_what_one_in_a_piece_does(tmp_path: Path
     assert len(stopped.calls) == 16
 
 
-@pytest.mark.parametrize(("code", "said"), [("0123456789ab", "0123456789ab"), ("", "none")])
-def test_trials_of_other_source_files_are_told_before_the_next_and_in_the_table(
-    code: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_search_that_goes_on_with_other_source_files_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs that recorded no hash were made by older source files."""
-    told = "note: trials here ran with other source files of qerl_lab"
-    for trials in (2, 2):  # the second command starts no trial
-        search(tmp_path, Lab(code=code), trials=trials)
-        assert "note: " not in capsys.readouterr().out
-    search(tmp_path, Lab(), trials=4)
-    out = capsys.readouterr().out
-    assert told in out.partition("trial 2 of 4")[0]
-    (note,) = [line for line in table_of(tmp_path) if line.startswith("note: ")]
-    assert {f"{said} in 0, 1", f"{code_hash()} in 2, 3"} == set(note.rstrip(".").partition("values: ")[2].split("; "))
-    search(tmp_path / "same", Lab(), trials=2)
-    search(tmp_path / "same", Lab(), trials=4)
-    assert "note: " not in capsys.readouterr().out
+    told = "note: the search began with other source files of qerl_lab"
+    for code, trials, is_told in (("before", 2, False), ("before", 3, False), ("now", 3, False), ("now", 4, True)):
+        monkeypatch.setattr(command, "code_hash", lambda code=code: code)
+        search(tmp_path, Lab(), trials=trials)
+        assert (told in capsys.readouterr().out) == is_told
 
 
 def test_a_trial_with_a_failed_run_is_worth_nothing_and_the_search_goes_on(tmp_path: Path) -> None:
