@@ -168,8 +168,7 @@ def check(options: AnyOptions) -> None:
     """Raise ConfigError if options cannot be measured.
 
     Refuses empty lists of arms, batches or ranks; a lab arm that is invalid, has another number of completions in a
-    step, or has several GPUs in a rollout; a `micro_batch` that does not divide the completions of a step; and a
-    `scratch` that is no directory. vLLM or TRL check a baseline's arguments later, in its process.
+    step, or has several GPUs in a rollout; and a `scratch` that is no directory. vLLM or TRL check a baseline's arguments later, in its process.
     """
     for name in ("arms", "batches", "ranks"):
         if getattr(options, name, None) == []:
@@ -178,14 +177,7 @@ def check(options: AnyOptions) -> None:
                 f"{name}=[] leaves nothing to measure; allowed: one entry or more. Type for example {name}={example}, "
                 f"or leave {name} out."
             )
-    completions = None  # of a step; they must be equal in all arms
-    if isinstance(options, StepOptions):
-        completions = options.groups * options.group_size
-        if completions % options.micro_batch:
-            raise ConfigError(
-                f"micro_batch={options.micro_batch} does not divide groups x group_size = {completions}; allowed: a "
-                f"divisor. Type for example micro_batch={options.group_size}."
-            )
+    completions = options.groups * options.group_size if isinstance(options, StepOptions) else None  # of a step
     for job in read_jobs(options, options.scratch):
         if isinstance(options, RolloutOptions) and job.gpus != 1:
             raise ConfigError(

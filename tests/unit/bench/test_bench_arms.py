@@ -44,7 +44,7 @@ def test_an_arm_is_a_name_and_overrides() -> None:
         (RolloutOptions(arms=[], scratch="/"), r"arms=\[\] .* Type for example arms=\[bf16_stock\], or leave arms out"),
         (RolloutOptions(batches=[], scratch="/"), r"batches=\[\] leaves nothing to measure"),
         (RolloutOptions(ranks=[], scratch="/"), r"ranks=\[\] leaves nothing to measure"),
-        (StepOptions(micro_batch=7, scratch="/"), "micro_batch=7 does not divide groups x group_size = 64"),
+        (StepOptions(micro_batch=7, scratch="/"), "the arm 'bf16' .* updates of optim.micro_batch_size=7; 64 must be"),
         (RolloutOptions(arms=["nvfp4 rollout.vllm.kv_cach_dtype=fp8"]), "Did you mean rollout.vllm.kv_cache_dtype?"),
         (RolloutOptions(arms=["nvfp4 rollout.vllm.linear_backend=fp4_tiles"], ranks=[32, 512]),
          "the arm 'nvfp4 rollout.vllm.linear_backend=fp4_tiles' with rank 512: .*fp4_tiles"),
