@@ -255,15 +255,10 @@ class Machine:
         """Return the directory of a run on this machine."""
         return Path(self.options.runs).absolute() / planned.key
 
-    def _last_row(self, planned: Planned) -> Row | None:
+    def ended_row(self, planned: Planned) -> Row | None:
         """Return the row that an earlier command wrote when the run's training ended here; None if none did."""
         file = self.run_folder(planned) / ROW
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-
-    def ended_row(self, planned: Planned) -> Row | None:
-        """Return the row of the last attempt that ended here; None without one, or if the run was continued since."""
-        row = self._last_row(planned)
-        return row if row and row["state"] == RunDirectory(self.run_folder(planned)).status else None
 
     def has_work(self, planned: Planned) -> bool:
         """Tell whether a run still has to be trained or evaluated on this machine.
@@ -406,7 +401,7 @@ class Machine:
         """
         where: dict[str, Any] = run.environment()
         start = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(began))  # kept for an attempt after a failed one
-        if (before := self._last_row(planned)) is None:
+        if (before := self.ended_row(planned)) is None:
             start = where.get("time", start)
         elif before["state"] == DONE:  # the attempt is the same, and has more evaluations now
             start = before["start"]
@@ -464,19 +459,21 @@ def collect(options: CollectOptions) -> None:
     if missing := [file for file in files if not file.exists()]:
         raise ConfigError(f"{missing[0]} is not there. Type packs=[FILE.tar.gz] or packs=[DIR].")
     for file in files:
-        try:
-            data, row = _read_pack(file)
-            folders = [queue.folder / part.into for part in queue.parts_of(row)]
-            if reason := _reason_to_leave(row, rows):
-                print(f"{row['run']}: {reason}")
+        with tempfile.TemporaryDirectory(dir=runs) as fresh:
+            try:
+                row = _unpack(file, Path(fresh))
+                folders = [queue.folder / part.into for part in queue.parts_of(row)]
+                if reason := _reason_to_leave(row, rows):
+                    print(f"{row['run']}: {reason}")
+                    continue
+                if row["state"] == DONE and not folders:
+                    raise ConfigError(f"the queue has no part {row['part']}. Put it back to collect this pack.")
+            except DAMAGED as error:
+                print(f"{file} is left out: {in_one_line(error)}")
+                bad.append(file)
                 continue
-            if row["state"] == DONE and not folders:
-                raise ConfigError(f"the queue has no part {row['part']}. Put it back to collect this pack.")
-            _unpack(data, row["run"], runs)
-        except DAMAGED as error:
-            print(f"{file} is left out: {in_one_line(error)}")
-            bad.append(file)
-            continue
+            shutil.rmtree(runs / row["run"], ignore_errors=True)
+            Path(fresh, row["run"]).rename(runs / row["run"])
         rows[row["run"], row["start"]] = row
         if row["state"] == DONE:
             new[row["run"]] = folders
@@ -493,27 +490,19 @@ def collect(options: CollectOptions) -> None:
         raise ValueError(f"{with_noun(len(bad), 'pack')} left out, see above: {', '.join(map(str, bad))}")
 
 
-def _read_pack(file: Path) -> tuple[bytes, Row]:
-    """Read a packed record whole; return it as a tar file, with its row of the ledger.
+def _unpack(file: Path, folder: Path) -> Row:
+    """Unpack a packed record, a run's directory, into `folder`; return its row of the ledger.
 
     Raises one of DAMAGED if `file` is no whole record.
     """
-    data = gzip.decompress(file.read_bytes())
+    data = gzip.decompress(file.read_bytes())  # reads to the end, unlike tarfile, and so checks the sum
     with tarfile.open(fileobj=io.BytesIO(data)) as packed:
-        names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
-        found = packed.extractfile(names[0]) if len(names) == 1 else None
-        row = json.load(found) if found else {}
-    if row.keys() != {*queue_file.COLUMNS} or names != [f"{row['run']}/{ROW}"]:
+        packed.extractall(folder, filter="data")
+    found = list(folder.glob(f"*/{ROW}"))
+    row: Row = json.loads(found[0].read_text(encoding="utf-8")) if len(found) == 1 else {}
+    if row.keys() != {*queue_file.COLUMNS} or found[0].parent.name != row["run"]:
         raise ConfigError(f"it is no packed record, for it has no {ROW} of its run. Type a file that `run` packed.")
-    return data, row
-
-
-def _unpack(data: bytes, run: str, runs: Path) -> None:
-    """Replace the directory of `run` in `runs` by the one in the tar `data`. Raises one of DAMAGED if that fails."""
-    with tempfile.TemporaryDirectory(dir=runs) as fresh, tarfile.open(fileobj=io.BytesIO(data)) as packed:
-        packed.extractall(fresh, filter="data")
-        shutil.rmtree(runs / run, ignore_errors=True)
-        (Path(fresh) / run).rename(runs / run)
+    return row
 
 
 def _reason_to_leave(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:

@@ -447,18 +447,6 @@ def test_a_run_that_failed_is_tried_once_more_where_it_failed(lab: Lab, second: 
     assert not list((lab.folder / "third").iterdir())
 
 
-def test_a_failed_run_that_was_continued_by_hand_is_packed_as_it_ended(lab: Lab) -> None:
-    lab.calls.endings = [FAILED]
-    lab.run("first")
-    (folder,) = (path.parent for path in lab.folder.glob("machine/*/FAILED"))
-    directory = RunDirectory(folder)
-    directory.begin()
-    directory.finish({"seconds": 9.0})
-    lab.run("second")
-    assert lab.calls.made == ["qerl_lab", "qerl_lab.evaluate"]
-    assert [row["state"] for row in lab.rows()] == [DONE]
-
-
 def test_of_one_attempt_the_pack_that_is_done_counts(lab: Lab) -> None:
     lab.run("done")
     (row,) = lab.rows()
