@@ -168,7 +168,8 @@ def check(options: AnyOptions) -> None:
     """Raise ConfigError if options cannot be measured.
 
     Refuses empty lists of arms, batches or ranks; a lab arm that is invalid, has another number of completions in a
-    step, or has several GPUs in a rollout; and a `scratch` that is no directory. vLLM or TRL check a baseline's arguments later, in its process.
+    step, or has several GPUs in a rollout; and a `scratch` that is no directory. vLLM or TRL check a baseline's
+    arguments later, in its process.
     """
     for name in ("arms", "batches", "ranks"):
         if getattr(options, name, None) == []:

@@ -1,7 +1,7 @@
 """Weight formats: NVFP4, MXFP4, NF4, FP8, BF16. The dataclass fields of a format are its options."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from qerl_lab.formats.bf16 import Bf16
@@ -24,6 +24,12 @@ def build(chosen: Any) -> Format:
         raise ValueError(f"unknown weight format {chosen.name!r}; allowed: {', '.join(FORMATS)}")
     kind: Any = FORMATS[chosen.name]
     return kind(**{option.name: getattr(chosen, option.name) for option in fields(kind)})
+
+
+def changed_options(chosen: Any) -> dict[str, Any]:
+    """Return the options of the format in `chosen`, a FormatConfig, that differ from the defaults, by name."""
+    usual = type(chosen)()
+    return {name: value for name, value in asdict(build(chosen)).items() if value != getattr(usual, name)}
 
 
 def recognize(config: Mapping[str, Any]) -> PackedAs:

@@ -5,7 +5,6 @@ starts again.
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +87,7 @@ def training_overrides(options: QuantizeOptions) -> list[str]:
         words.append("rollout=vllm")  # which quantizes activations
     if chosen.ignore != usual.ignore:
         words.append(f"format.ignore={spell_list(chosen.ignore)}")
-    changed = [(key, value) for key, value in asdict(formats.build(chosen)).items() if value != getattr(usual, key)]
-    return words + [f"format.{key}={spell_value(value)}" for key, value in changed]
+    return words + [f"format.{key}={spell_value(value)}" for key, value in formats.changed_options(chosen).items()]
 
 
 def read_source(options: QuantizeOptions) -> Source:

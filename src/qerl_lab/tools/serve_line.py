@@ -2,7 +2,6 @@
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP
-from qerl_lab.cli.overrides import parse_overrides, spell_for_hydra
 from qerl_lab.config.option import ConfigError
 from qerl_lab.system import exits
 from qerl_lab.system.terminal import quiet_third_parties
@@ -26,11 +25,10 @@ def main(words: list[str]) -> int:
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK
-    parsed = parse_overrides([spell_for_hydra(word) for word in words])
-    plan = make_plan(words, multirun=any(word.is_sweep_override() for word in parsed))
-    if plan.multirun:
+    jobs = make_plan(words, multirun=True).jobs
+    if len(jobs) > 1:
         raise ConfigError("the words make several runs, and a server serves one run. Type one value for each key.")
-    cfg = plan.jobs[0].config
+    cfg = jobs[0].config
     if cfg.rollout.engine != "vllm_server":
         raise ConfigError(f"rollout.engine={cfg.rollout.engine} has no server. Type rollout=vllm_server.")
     quiet_third_parties()

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 import torch
 
 from qerl_lab import formats
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.config.spelling import hydra_override, spell_list
 from qerl_lab.config.units import GIB
@@ -29,7 +29,8 @@ def commands(cfg: RunConfig) -> list[str]:
     packed = folder is not None and stored_as(folder) is not None  # take a hub model as dense without a download
     lines = []
     if cfg.format.name != DENSE_FORMAT and not packed:
-        how = [cfg.format.name, *(f"{key}_{value}" for key, value in changed_format_options(cfg).items())]
+        changed = formats.changed_options(cfg.format)
+        how = [cfg.format.name, *(f"{key}_{spell_value(value)}" for key, value in changed.items())]
         served = f"packed/{Path(path).name.removesuffix(gguf.SUFFIX)}-{'-'.join(how)}"
         lines, model = [quantize_line(cfg, served)], [served]
     elif folder is not None:
@@ -48,14 +49,8 @@ def quantize_line(cfg: RunConfig, out: str) -> str:
         words.append(hydra_override("revision", cfg.model.revision))
     if cfg.format.ignore != FormatConfig().ignore:
         words.append(f"ignore={spell_list(cfg.format.ignore)}")
-    words += [f"{key}={value}" for key, value in changed_format_options(cfg).items()]
+    words += [f"{key}={spell_value(value)}" for key, value in formats.changed_options(cfg.format).items()]
     return shlex.join(["python", "-m", "qerl_lab.quantize", *words])
-
-
-def changed_format_options(cfg: RunConfig) -> dict[str, str]:
-    """Return the format options of a run that differ from the defaults, by name, as values for a command line."""
-    given, usual = asdict(cfg.format), asdict(FormatConfig())
-    return {key: str(given[key]).lower() for key in asdict(formats.build(cfg.format)) if given[key] != usual[key]}
 
 
 def required_settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
