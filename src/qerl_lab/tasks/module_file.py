@@ -112,13 +112,12 @@ def _weighted_parts(cfg: TaskConfig, weights: Callable[..., Any]) -> set[str]:
         for part, weight in given.items()
     ):
         raise ConfigError(f"{where} must return a dict of a number for each part, and returned {given!r:.80}.")
-    if taken := sorted(part for part in given if part in PARTS or f"reward/{part}" in METRICS):
+    known = {*PARTS, *get_args(Column)}
+    if taken := sorted(part for part in given if part in known or f"reward/{part}" in METRICS):
         raise ConfigError(
-            f"{where} weighs {', '.join(taken)}, but reward/{taken[0]} is another metric of the run. Rename the part; "
-            "format and answer have the keys task.format_reward and task.answer_reward."
+            f"{where} weighs {', '.join(taken)}, the name of another part, of another metric or of a column of "
+            "evaluations. Rename the part; format and answer have the keys task.format_reward and task.answer_reward."
         )
-    if taken := sorted(part for part in given if part in get_args(Column)):
-        raise ConfigError(f"{where} weighs {', '.join(taken)}, and evaluations have such a column. Rename the part.")
     return set(given)
 
 

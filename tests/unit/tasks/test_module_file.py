@@ -152,12 +152,8 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
     (REWARD + "def weights(cfg): return None",
      "weights(cfg) must return a dict of a number for each part, and returned None."),
     (REWARD + "def weights(cfg): return {'short': float('inf')}", "for each part, and returned {'short': inf}."),
-    (REWARD + "def weights(cfg): return {'format': 5.0}",
-     "weighs format, but reward/format is another metric of the run. Rename the part; format and answer have the"),
-    *[(REWARD + f"def weights(cfg): return {{'{part}': 1.0}}", f"weighs {part}, but reward/{part} is another metric")
-      for part in ("mean", "<part>")],
-    *[(REWARD + f"def weights(cfg): return {{'{part}': 1.0}}", f"weighs {part}, and evaluations have such a column.")
-      for part in ("id", "tokens", "engine")],
+    *[(REWARD + f"def weights(cfg): return {{'{part}': 1.0}}", f"weighs {part}, the name of another part, of another ")
+      for part in ("format", "mean", "<part>", "id", "tokens", "engine")],
     ("def weights(cfg): return {'short': 1.0}", "defines weights without grade. Define grade too."),
     ("def train(cfg): return open('no/file')", "train(cfg) raised FileNotFoundError: [Errno 2] No such file or direct"),
     (REWARD + "\ndef weights(cfg):\n    raise ValueError('odd')", "weights(cfg) raised ValueError: odd (line "),
