@@ -116,17 +116,17 @@ def _group_into_sides(claim: Claim, runs: Sequence[Run]) -> list[tuple[Arm, Side
     return [(tuple(item for item in others if not claim.is_free(item[0])), side) for others, side in sides if side.runs]
 
 
-class Range(NamedTuple):
-    """Lower and upper bounds of measured values [seeds, questions].
+class Measured(NamedTuple):
+    """A measure on one side of a pair: `values` [seeds, questions], as logarithms for a ratio.
 
-    The two are equal unless a value is censored: only its lower bound is then known, and the upper bound is infinite.
+    Of a seed in `is_censored` [seeds] only a lower bound is known, and `values` has it.
 
-    `without` is set if the seeds' values depend on each other, as with `best_of`. It has a row per seed: the mean lower
-    bounds over the other seeds, measured as if this seed did not exist.
+    `without` is set if the seeds' values depend on each other, as with `best_of`. It has a row per seed: the mean
+    values of the other seeds, measured as if this seed did not exist.
     """
 
-    low: Values
-    high: Values
+    values: Values
+    is_censored: np.ndarray
     without: Values | None = None
 
 
@@ -172,7 +172,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     """
     treated_values, control_values = pair.treated.finished.keys(), pair.control.finished.keys()  # of the swept key
     seeds, needed = sorted(pair.treated.seeds & pair.control.seeds), claim.file.seeds
-    if claim.best_of:  # even without one seed (`Range.without`), each of the others needs a seed that chooses for it
+    if claim.best_of:  # even without one seed (`Measured.without`), each of the others needs a seed that chooses for it
         needed = max(needed, INTERVAL_SEEDS)
     if claim.mean_over and len(treated_values & control_values) < 2:
         raise Unmeasured(f"the arms share no two values of {claim.mean_over} to take the mean over")
@@ -182,32 +182,30 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")
     treated = _measure_side(claim, claim.measure, pair.treated, pair.control.runs, seeds)
     control = _measure_side(claim, claim.measure, pair.control, pair.control.runs, seeds)
-    shared = sorted(set(treated.low.columns) & set(control.low.columns))
-    if not shared or (len(shared) == 1 and treated.low.shape[1] > 1):
+    shared = sorted(set(treated.values.columns) & set(control.values.columns))
+    if not shared or (len(shared) == 1 and treated.values.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
-    treated_low, treated_high = treated.low[shared].to_numpy(float), treated.high[shared].to_numpy(float)
-    control_low, control_high = control.low[shared].to_numpy(float), control.high[shared].to_numpy(float)
-    with np.errstate(invalid="ignore"):  # if both are censored, the difference is unknown
-        least = np.nan_to_num(treated_low - control_high, nan=-np.inf, neginf=-np.inf)
-        most = np.nan_to_num(treated_high - control_low, nan=np.inf, posinf=np.inf)
+    treated_S_Q, control_S_Q = (side.values[shared].to_numpy(float) for side in (treated, control))
+    effect_S_Q = treated_S_Q - control_S_Q
+    least = np.where(control.is_censored[:, None], -np.inf, effect_S_Q)  # the control's true value may be any larger
+    most = np.where(treated.is_censored[:, None], np.inf, effect_S_Q)
     at_least, at_most = (-most, -least) if claim.direction < 0 else (least, most)
-    censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
-    known = treated_low - control_low  # takes censored values at their lower bound
     treated_variance, control_variance, effect_variance = _jackknife(treated, control, shared)
+    has_end = not control.is_censored.any(), not treated.is_censored.any()  # low and high end of the effect's interval
     return Numbers(
-        seeds=len(seeds), questions=len(shared), censored=censored,
-        treated=_interval(claim, treated_low, treated_low, treated_high, treated_variance),
-        control=_interval(claim, control_low, control_low, control_high, control_variance),
-        effect=_interval(claim, known, least, most, effect_variance),
-        at_least=at_least, at_most=at_most, variances=stats.variance_components(known, floored=True),
+        seeds=len(seeds), questions=len(shared), censored=int((treated.is_censored | control.is_censored).sum()),
+        treated=_interval(claim, treated_S_Q, treated_variance, (True, has_end[1])),
+        control=_interval(claim, control_S_Q, control_variance, (True, has_end[0])),
+        effect=_interval(claim, effect_S_Q, effect_variance, has_end),
+        at_least=at_least, at_most=at_most, variances=stats.variance_components(effect_S_Q, floored=True),
         jackknife=effect_variance, guardrail=_test_guardrail(claim, pair, seeds),
     )  # fmt: skip
 
 
-def _jackknife(treated: Range, control: Range, questions: Sequence[str]) -> tuple[float, float, float]:
+def _jackknife(treated: Measured, control: Measured, questions: Sequence[str]) -> tuple[float, float, float]:
     """Return jackknife variances of seeds' means over `questions`: of treated, of control and of their difference.
 
-    All are 0 unless both ranges have `without`.
+    All are 0 unless both sides have `without`.
     """
     if treated.without is None or control.without is None:
         return 0.0, 0.0, 0.0
@@ -216,16 +214,15 @@ def _jackknife(treated: Range, control: Range, questions: Sequence[str]) -> tupl
 
 
 def _interval(
-    claim: Claim, known: np.ndarray, lower: np.ndarray, upper: np.ndarray, least_variance: float
+    claim: Claim, values_S_Q: np.ndarray, least_variance: float, has_end: tuple[bool, bool]
 ) -> stats.Interval:  # fmt: skip
-    """Return the mean of `known`[seeds, questions] and its 95% interval; for a ratio logarithms become factors.
+    """Return the mean of values[seeds, questions] and its 95% interval; for a ratio logarithms become factors.
 
-    `lower` and `upper` are bounds of the true values. If one of them is infinite, because a value is censored, so is
-    that end of the interval. The variance of seeds' means is taken to be at least `least_variance`.
+    The low or high end is infinite if `has_end` is false for it, because a value is censored. The variance of seeds'
+    means is taken to be at least `least_variance`.
     """
-    mean, low, high = stats.over_seeds(known, least=least_variance)
-    low = low if np.isfinite(lower).all() else -math.inf
-    high = high if np.isfinite(upper).all() else math.inf
+    mean, low, high = stats.over_seeds(values_S_Q, least=least_variance)
+    low, high = low if has_end[0] else -math.inf, high if has_end[1] else math.inf
     if not claim.is_ratio:
         return mean, low, high
     return math.exp(mean), math.exp(low) if math.isfinite(low) else low, math.exp(high)
@@ -233,8 +230,8 @@ def _interval(
 
 def _measure_side(
     claim: Claim, measure: str, side: Side, controls: Sequence[Run], seeds: Sequence[int]
-) -> Range:  # fmt: skip
-    """Return lower and upper bounds of `measure` on one side of a pair, for the given seeds; logarithms for a ratio.
+) -> Measured:  # fmt: skip
+    """Return `measure` on one side of a pair, for the given seeds.
 
     `controls` are the runs of the control side, which some measures need. If the claim has a swept key, such as a
     learning rate, each value of this key is an option:
@@ -242,17 +239,17 @@ def _measure_side(
     - `mean_over` takes the mean over the options.
     - `best_of` takes for each seed the option that was best over the other seeds. No seed chooses for itself, so an arm
       cannot win by the luck that chose its option. Best is by `claim.measure`, also if `measure` is the guardrail's.
-      Any two seeds have most of the choosing seeds in common, so their values depend on each other: `Range.without` is
-      set.
+      Any two seeds have most of the choosing seeds in common, so their values depend on each other: `Measured.without`
+      is set.
     """
     options = [_measure_option(measure, runs, controls, seeds) for runs in side.finished.values()]
-    columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
-    lows = np.array([option.low[columns].to_numpy(float) for option in options])  # [options, seeds, questions]
-    highs = np.array([option.high[columns].to_numpy(float) for option in options])
+    columns = [column for column in options[0].values.columns if all(column in option.values for option in options)]
+    values = np.array([option.values[columns].to_numpy(float) for option in options])  # [options, seeds, questions]
+    is_censored = np.array([option.is_censored for option in options])  # [options, seeds]
     if claim.mean_over or len(options) == 1:
-        return Range(*(pd.DataFrame(values.mean(0), list(seeds), columns) for values in (lows, highs)))
+        return Measured(pd.DataFrame(values.mean(0), list(seeds), columns), is_censored.any(0))
     ranked = [_measure_option(claim.measure, runs, controls, seeds) for runs in side.finished.values()]
-    better = [(claim.direction or 1) * option.low.mean(axis=1).to_numpy() for option in ranked]
+    better = [(claim.direction or 1) * option.values.mean(axis=1).to_numpy() for option in ranked]
     places = range(len(seeds))
 
     def choose(places: Sequence[int]) -> list[int]:
@@ -260,20 +257,21 @@ def _measure_side(
         return [int(np.argmax([scores[rest].mean() for scores in better])) for rest in _without_each(places)]
 
     chosen = choose(places)
-    without = np.array([lows[choose(rest), rest].mean(0) for rest in _without_each(places)])
-    bounds = (lows[chosen, places], highs[chosen, places], without)
-    return Range(*(pd.DataFrame(values, list(seeds), columns) for values in bounds))
+    without = np.array([values[choose(rest), rest].mean(0) for rest in _without_each(places)])
+    best, without_each = (pd.DataFrame(own, list(seeds), columns) for own in (values[chosen, places], without))
+    return Measured(best, is_censored[chosen, places], without_each)
 
 
-def _measure_option(measure: str, runs: Sequence[Run], controls: Sequence[Run], seeds: Sequence[int]) -> Range:
-    """Measure the runs at one value of the swept key: return lower and upper bounds of `measure` for the given seeds.
+def _measure_option(measure: str, runs: Sequence[Run], controls: Sequence[Run], seeds: Sequence[int]) -> Measured:
+    """Return `measure` of the runs at one value of the swept key, for the given seeds.
 
-    `controls` are the runs of the control side, which some measures need. For a ratio the bounds are logarithms.
+    `controls` are the runs of the control side, which some measures need.
     """
     definition = MEASURES[measure]
-    low = definition.of(runs, controls).dropna(axis=1).loc[list(seeds)]
-    high = low if definition.most is None else low.where(low <= definition.most(runs[0]), np.inf)
-    return Range(np.log(low), np.log(high)) if definition.ratio else Range(low, high)
+    values = definition.of(runs, controls).dropna(axis=1).loc[list(seeds)]
+    most = definition.most(runs[0]) if definition.most else math.inf
+    is_censored = (values > most).any(axis=1).to_numpy()
+    return Measured(np.log(values) if definition.ratio else values, is_censored)
 
 
 def _without_each(places: Sequence[int]) -> list[list[int]]:
@@ -295,8 +293,8 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
         control = _measure_side(claim, measure, pair.control, pair.control.runs, seeds)
     except Unmeasured:
         return OPEN
-    paired = (treated.low - control.low).dropna(axis=1)
-    if paired.shape[1] < min(2, treated.low.shape[1]):  # the arms share too few questions
+    paired = (treated.values - control.values).dropna(axis=1)
+    if paired.shape[1] < min(2, treated.values.shape[1]):  # the arms share too few questions
         return OPEN
     difference = paired.to_numpy(float)
     of_seeds, _ = stats.variance_components(difference, floored=True)
