@@ -103,8 +103,7 @@ def verdicts(options: VerdictsOptions) -> None:
     """Run the command `verdicts`: test claims on the runs in `options.sweep`, and print the verdicts.
 
     The claims are those in the files `options.claims`, or the paper's if none is given. With `options.out` also writes
-    verdicts.md there, and prints the command of the verdicts.md that it replaces, if another. Raises ConfigError if no
-    report wrote the replaced file, and as `claims.read` and `comparison.read`.
+    verdicts.md there. Raises ConfigError as `claims.read` and `comparison.read`.
     """
     from qerl_lab.report import claims, comparison, verdict_tables
     from qerl_lab.report.verdicts import judge
@@ -125,14 +124,8 @@ def verdicts(options: VerdictsOptions) -> None:
         folder = _make_output_folder(options.out)
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
-        file = folder / "verdicts.md"
-        replaced = verdict_tables.command_of(file.read_text("utf-8", "replace")) if file.exists() else line
-        if replaced is None:
-            raise ConfigError(f"out={options.out} holds a verdicts.md that no report wrote. Type another out.")
-        replace_file(file, verdict_tables.markdown(compared, rows, line).encode())
+        replace_file(folder / "verdicts.md", verdict_tables.markdown(compared, rows, line).encode())
         print(f"\nwritten: {format_path(folder)}  (verdicts.md)")
-        if replaced != line:
-            print(f"replaced there: the verdicts.md of {replaced}")
 
 
 COMMAND = Command(

@@ -1,6 +1,5 @@
 """Format verdicts as text and as Markdown."""
 
-import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -84,12 +83,6 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     parts += ["## Held-out accuracies", pipe_table(accuracy_rows(comparison, None))]
     parts += [*notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def command_of(page: str) -> str | None:
-    """Read from `page`, the text of a verdicts.md, the command that made it. Return None if no report made it."""
-    found = re.match(r"# Verdicts on (?:the paper's )?claims\n\nBy `(.+)`\.\n", page)
-    return found[1] if found else None
 
 
 def _basis(rows: Sequence[Row]) -> list[str]:

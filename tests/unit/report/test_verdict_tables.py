@@ -272,23 +272,6 @@ def row_of_own_claim(old: str, new: str) -> Row:
     return row
 
 
-def test_a_page_of_other_runs_is_named_where_it_is_replaced_and_a_foreign_one_is_kept(
-    sweep: Path, printed: Callable[..., str]
-) -> None:
-    first, other = ("verdicts", "runs", "out=results/mine"), ("verdicts", "runs/bf16-0", "out=results/mine")
-    for words, former in ((first, None), (first, None), (other, "runs"), (first, "runs/bf16-0")):
-        said = f"\nreplaced there: the verdicts.md of python -m qerl_lab.report verdicts {former}\n"
-        assert ("replaced there" in (text := printed(*words))) == (former is not None)
-        assert former is None or said in text
-    page = Path("results/mine/verdicts.md")
-    page.write_text(page.read_text().replace("# Verdicts on claims", "# Verdicts on the paper's claims"))
-    assert "replaced there" not in printed(*first), "the title that earlier versions wrote"
-    page.write_bytes(b"mine\xff")
-    said = "out=results/mine holds a verdicts.md that no report wrote. Type another out."
-    assert said in printed(*first, code=2)
-    assert page.read_bytes() == b"mine\xff"
-
-
 def test_runs_without_the_conditions_of_the_claims_are_not_judged_by_them(sweep: Path) -> None:
     row = row_of_own_claim("task.name: gsm8k", "task.name: bigmath")
     assert row.why == "no finished run of noisy (0 started) and of plain (0 started)"
