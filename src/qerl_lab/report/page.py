@@ -39,9 +39,8 @@ from qerl_lab.system.terminal import format_path
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}  # x axis -> end of the file name
-# Files that only some reports or older versions write; a new report deletes those of an earlier one.
-OPTIONAL = ("verdicts.json", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
-            "figures/entropy-and-gain.png", "figures/effects.png")  # fmt: skip
+# Figures that only some reports have; a new report deletes those of an earlier one.
+OPTIONAL = ("*-by-*.png", "paper_*.png", "passes.png", "entropy-and-gain.png", "effects.png")
 
 
 class Drawn(NamedTuple):
@@ -89,7 +88,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     files["arms.csv"] = comparison.by_arm(compared, baseline).to_csv(index=False, float_format="%.6g").encode()
     files["report.html"] = html(compared, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, stored)
-    for old in {old for pattern in OPTIONAL for old in folder.glob(pattern)} - {folder / name for name in files}:
+    for old in {old for name in OPTIONAL for old in folder.glob(f"figures/{name}")} - {folder / name for name in files}:
         old.unlink()
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
