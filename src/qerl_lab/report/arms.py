@@ -199,7 +199,7 @@ def keys_of_scales(runs: Sequence[Run]) -> list[str]:
 
 def scale_by_arm(runs: Sequence[Run]) -> dict[Arm, str]:
     """Map each arm to the name of the scale of its last run; "" if it is not known."""
-    return {run.arm: run.scale for run in runs}
+    return {run.arm: run.configured.get("scale", "") for run in runs}
 
 
 def _spell_label(name: str, settings: Sequence[str]) -> str:
@@ -239,16 +239,14 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
 def _format_module(run: Run, runs: Sequence[Run]) -> str:
     """Format the user's file of a run as `task.module=FILE.py`, with its hash if files of that name differ in `runs`.
 
-    If copies of a file have several names, the first by alphabet counts. Without a file the text is `task.module=None`;
-    in older results, which lack the name, it is the hash alone.
+    Without a file the text is `task.module=None`; in older results, which lack the name, it is the hash alone.
     """
-    own_hash = run.value("task.module_hash")
+    own_hash, name = run.value("task.module_hash"), run.configured.get("task.module")
     if own_hash == "None":
         return "task.module=None"
-    if not run.module:
+    if name is None:
         return format_setting("task.module_hash", own_hash)
-    name = min(other.module for other in runs if other.value("task.module_hash") == own_hash and other.module)
-    contents = {other.value("task.module_hash") for other in runs if other.module == name}
+    contents = {other.value("task.module_hash") for other in runs if other.configured.get("task.module") == name}
     return f"task.module={shorten(name)}" + (f" #{own_hash[:6]}" if len(contents) > 1 else "")
 
 

@@ -78,22 +78,12 @@ class Run:
         return self.status == FINISHED
 
     @property
-    def scale(self) -> str:
-        """Return the name of the run's scale; empty in older results, which lack it."""
-        return self._configured("scale")
+    def configured(self) -> dict[str, str]:
+        """Return `origin.configured` as a dict: the scale, and the name of the user's file as `task.module`.
 
-    @property
-    def module(self) -> str:
-        """Return the name of the user's file `task.module`, without folders; empty without one, and in older results.
-
-        The content of the file counts for the arm, by its hash; the name is for readers.
+        Older results lack both.
         """
-        return self._configured("task.module")
-
-    def _configured(self, key: str) -> str:
-        """Return the value of `key` in `origin.configured`, "" if there is none."""
-        words = (word.partition("=") for word in self.origin.configured.split())
-        return next((value for name, _, value in words if name == key), "")
+        return dict(word.split("=", 1) for word in self.origin.configured.split())
 
     def value(self, key: str) -> str:
         """Return the setting `key` as text, or `ABSENT` if the run's record (of another version, say) lacks the key."""
@@ -275,13 +265,13 @@ def summarize(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
     if not {"before", "after"} <= set(phases):
         return result
     before, after = _accuracies(phases)
-    gain, low, high = clip_interval(paired_interval(before, after), -1, 1)
+    gain, *interval = clip_interval(paired_interval(before, after), -1, 1)
     return result | {
         "questions": len(after),
         "accuracy_before": float(before.mean()),
         "accuracy_after": float(after.mean()),
         "accuracy_gain": gain,
-        "accuracy_gain_interval": [low, high],
+        "accuracy_gain_interval": interval,
     }
 
 

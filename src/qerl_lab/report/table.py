@@ -64,10 +64,7 @@ def geometric_cell(values_S: pd.Series, spell: Spell = format_number, spell_end:
 
     The interval is computed on logarithms. `spell` formats the mean, `spell_end` each end.
     """
-    if len(values_S) > 1:
-        mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))
-    else:  # exactly as measured
-        mean, low, high = stats.mean_of_arm(values_S.to_frame(), ANY)
+    mean, low, high = np.exp(stats.mean_of_arm(np.log(values_S.to_frame()), ANY))
     text = mean_and_interval((mean, low, high), spell, spell_end)
     return text if text == NONE else f"{text} ({len(values_S)})"
 

@@ -127,8 +127,6 @@ def test_the_file_of_a_user_is_called_by_its_name() -> None:
         "bf16 (task.module=brief.py #bbbbbb)", "bf16 (task.module=brief.py #dddddd)",
         f"bf16 (task.module_hash={'e' * 12})",
     ]  # fmt: skip
-    copied = graded_by("a.py", "b" * 12)
-    assert named(copied, brief, kind, plain)[:2] == ["bf16 (task.module=a.py)"] * 2
 
 
 QWEN = {
