@@ -15,7 +15,6 @@ from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import CLAIMS, sha256
-from qerl_lab.record.directory import is_run
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory, replace_file
 from qerl_lab.system.terminal import format_path
@@ -51,7 +50,8 @@ def report(options: ReportOptions) -> None:
     if options.out:
         from qerl_lab.report import page  # matplotlib takes another
 
-        folder = _make_output_folder(options.out)
+        folder = Path(options.out).expanduser()
+        make_directory(folder, f"out={options.out}")
         claims_files = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
         if claims_files and not (folder / CLAIMS).exists():
             replace_file(folder / CLAIMS, claims_files[0].read_bytes())
@@ -77,19 +77,6 @@ def _note_other_claims(runs: "Sequence[Run]", tested: Sequence[Path], remedy: st
     files = ", ".join(digest[:12] for digest in hashes)
     were = f"note: {hashes.total()} of {with_noun(len(runs), 'run')} were made to test other claims"
     return f"{were} (SHA-256 {files}): {remedy}" if hashes else ""
-
-
-def _make_output_folder(out: str) -> Path:
-    """Create the directory `out` for a report, and return its path.
-
-    Raises ConfigError if it is not writable, or if it is a run's directory, because the next report would read the
-    results there as a second copy of the run.
-    """
-    folder = Path(out).expanduser()
-    if folder.is_dir() and is_run(path.name for path in folder.iterdir()):
-        raise ConfigError(f"out={out} is the directory of a run. Type another, for example out=results/NAME.")
-    make_directory(folder, f"out={folder}")
-    return folder
 
 
 @dataclass
@@ -121,7 +108,8 @@ def verdicts(options: VerdictsOptions) -> None:
     elif note := _note_other_claims(compared.counted, files, "type claims=FILE for their verdicts"):
         print(f"\n{note}")
     if options.out:
-        folder = _make_output_folder(options.out)
+        folder = Path(options.out).expanduser()
+        make_directory(folder, f"out={options.out}")
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
         replace_file(folder / "verdicts.md", verdict_tables.markdown(compared, rows, line).encode())
