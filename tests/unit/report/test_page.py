@@ -162,10 +162,6 @@ def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
     assert said in printed("results/mine", "bench=steps.json", code=2)
     assert "bench=no.json is not there" in printed("results/mine", "out=results/other", "bench=no.json", code=2)
     assert not list(Path("results").glob("other/*"))
-    Path("run").mkdir()
-    Path("run/metrics.jsonl").touch()
-    for words in (["results/mine"], ["verdicts", "results/mine"]):
-        assert "out=run is the directory of a run. Type another" in printed(*words, "out=run", code=2)
 
 
 def test_what_a_run_wrote_stays_text(page: str) -> None:
