@@ -70,7 +70,7 @@ class Guardrail:
 class ClaimsFile:
     """A file of claims: what all of them share."""
 
-    path: str  # the claims file as messages name it; do not open it, the paper's claims lie inside the package
+    path: str  # the file's name in messages; do not open it, because the paper's claims lie inside the package
     sha256: str
     committed: str  # the day of the first commit
     seeds: int  # how many seeds both arms of a contrast must have in common

@@ -24,7 +24,7 @@ from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.verdicts import Row
 
 PANELS_ACROSS = 3
-NAME_CHARS, MEANING_CHARS, TITLE_CHARS = 24, 32, 28  # characters in a line; a title begins at the panel's left edge
+NAME_CHARS, MEANING_CHARS, TITLE_CHARS = 24, 32, 28  # most characters in a line of: contrast, x label, panel's title
 SMALLEST: dict[str, Any] = {"color": "grey", "linestyle": ":", "linewidth": 0.9}
 PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
 

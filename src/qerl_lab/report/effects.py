@@ -29,8 +29,8 @@ class NoRuns(Unmeasured):
 class Side:
     """One side of a contrast, the treated or the control arm, at each value of the claim's `swept_key`.
 
-    `started` maps each value, such as a learning rate, to its newest finished run of each seed and its unfinished runs;
-    without a swept key it has one entry.
+    `started` maps each value of this key, such as a learning rate, to runs: the newest finished run of each seed, and
+    all unfinished runs. If the claim has no swept key, the only value is "".
     """
 
     started: Mapping[str, Sequence[Run]]

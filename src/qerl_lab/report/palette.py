@@ -32,7 +32,7 @@ OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # c
 FORMATS: dict[str, str] = KNOWN | dict(zip(sorted({*choices_of("format")} - {*KNOWN}), OTHERS[::-1], strict=False))
 # Noise schedules that the paper draws. A figure of arms in several formats shows the colors of formats instead.
 SCHEDULES = {"exponential": "#56B4E9", "linear": "#E69F00", "cosine": "#CC79A7", "logarithmic": "#777777"}
-# Nine, because with four dashes eight would repeat both together: the ninth arm of a format would look like the first.
+# Four dashes and nine markers: with eight markers the ninth arm of a format would have both of the first arm.
 DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv" + "PX*<"
 PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that differ from ours
 

@@ -182,9 +182,9 @@ def correlation(x: pd.Series, y: pd.Series, means: int) -> Interval:
 def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
     """Return the mean of shares in [0, 1] with its 95% interval; each share is one question's mean over `samples`.
 
-    Wilson's score interval (1927) at the effective number of draws, at most the number of answers: m (1 - m) over the
-    squared standard error of the mean m over questions. Raises ValueError for no question, and for a share outside 0 to
-    1.
+    This is Wilson's score interval (1927). Its number of draws is the effective number: m (1 - m) divided by the
+    squared standard error of the mean m over questions, but at most the number of answers. Raises ValueError for no
+    question, and for a share outside 0 to 1.
     """
     values = np.asarray(values_Q, float)
     if not len(values) or not ((values >= 0) & (values <= 1)).all():
