@@ -247,7 +247,7 @@ def _measure_side(
     values = np.array([option.values[columns].to_numpy(float) for option in options])  # [options, seeds, questions]
     is_censored = np.array([option.is_censored for option in options])  # [options, seeds]
     if claim.mean_over or len(options) == 1:
-        return Measured(pd.DataFrame(values.mean(0), list(seeds), columns), is_censored.any(0))
+        return Measured(pd.DataFrame(values.mean(0), list(seeds), columns), np.any(is_censored, axis=0))
     ranked = [_measure_option(claim.measure, runs, controls, seeds) for runs in side.finished.values()]
     better = [(claim.direction or 1) * option.values.mean(axis=1).to_numpy() for option in ranked]
     places = range(len(seeds))
