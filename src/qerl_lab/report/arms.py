@@ -31,9 +31,9 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     1. Runs with equal questions get the path that comes first in `runs`.
     2. If runs with equal `task.*` settings had different questions, a hash of the questions is added to each path.
 
-    Questions are equal if the SHA-256 of training and held-out questions are. Older records lack them. A
-    missing held-out hash is taken from runs with the same training questions; if both are missing, they are taken from
-    runs with the same path, unless these runs disagree. A run with unknown questions keeps its path.
+    Questions are equal if the SHA-256 of training and held-out questions are. Older records lack the second. It is
+    taken from runs with the same training questions, unless these runs disagree. A run that failed before it recorded
+    any hash keeps its path.
     """
     tasks = [{key: text for key, text in run.settings.items() if key.startswith("task.")} for run in runs]
     table = pd.DataFrame({
@@ -42,10 +42,11 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
         "training": [run.origin.training_sha256 for run in runs],
         "heldout": [run.origin.heldout_sha256 for run in runs],
     }, dtype=str)  # fmt: skip
-    table["heldout"] = _fill_blanks(table, "heldout", by="training")
-    table["asked"] = (table["training"] + "/" + table["heldout"]).where(table["training"] != "", "")
-    table["asked"] = _fill_blanks(table, "asked", by="path")
-    known = table[table["asked"] != ""]
+    recorded = table[table["heldout"] != ""].groupby("training")["heldout"].unique()
+    only = {training: hashes[0] for training, hashes in recorded.items() if len(hashes) == 1}
+    of_others = table["training"].map(lambda training: only.get(training, ""))
+    table["heldout"] = table["heldout"].where(table["heldout"] != "", of_others)
+    known = table[table["training"] != ""].assign(asked=lambda rows: rows["training"] + "/" + rows["heldout"])
     paths = known.groupby("asked")["path"].transform("first")
     is_ambiguous = known["asked"].groupby([known["task"], paths]).transform("nunique") > 1
     hashes = known["asked"].map(lambda asked: hashlib.sha256(asked.encode()).hexdigest()[:6])
@@ -54,16 +55,6 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
         replace(run, settings={**run.settings, "task.path": paths[index]}) if index in paths.index else run
         for index, run in enumerate(runs)
     ]
-
-
-def _fill_blanks(table: pd.DataFrame, column: str, by: str) -> pd.Series:
-    """Return a column with each empty text replaced by the only other text in rows with the same `by`.
-
-    A text stays empty if these rows have no other text, or several.
-    """
-    texts = table[table[column] != ""].groupby(by)[column].agg(["first", "nunique"])
-    only = texts.loc[texts["nunique"] == 1, "first"].to_dict()
-    return table[column].where(table[column] != "", table[by].map(lambda key: only.get(key, "")))
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:

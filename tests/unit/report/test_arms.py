@@ -217,7 +217,7 @@ def asked(path: str, training: str = "", heldout: str = "", **changes: Any) -> R
 @pytest.mark.parametrize(("runs", "paths"), [
     # the same questions in two folders; what one run did not record is taken from those that did
     ([asked("/a", "t"), asked("/b", "t")], ["/a", "/a"]),
-    ([asked("/a", "t"), asked("/b", "t", "h"), asked("/b")], ["/a", "/a", "/a"]),
+    ([asked("/a", "t"), asked("/b", "t", "h"), asked("/b")], ["/a", "/a", "/b"]),
     # other questions in another folder; of the first run here nobody knows which it held out
     ([asked("/a", "t"), asked("/b", "t", "h"), asked("/c", "t", "g")], ["/a", "/b", "/c"]),
     ([asked("/a", "t", "h"), asked("/b", "s", "h"), asked("/c"), asked("/d")], ["/a", "/b", "/c", "/d"]),
