@@ -1,4 +1,4 @@
-"""The recorded configurations: the schema's defaults, what each scale makes of them, what each arm changes.
+"""Record the composed configurations: the defaults, the changes of each scale, and the changes of each arm.
 
 Rewrite resolved_configs.yaml after an intended change: `python tests/golden/resolved_configs.py`.
 """
@@ -39,7 +39,7 @@ def differences(composed: dict[tuple[str, str], RunConfig]) -> dict[str, Any]:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    """A path in this folder is as it was typed, without a hash: what `make smollm2` fetched changes nothing here."""
+    """Return the keys and values. A model under this folder has its path as typed and no hash, fetched or not."""
     flat = {name: value for name, _, value in leaves(config)}
     return flat | {"model.path": config.model.path.removeprefix(f"{Path.cwd()}/"), "model.hash": None}
 

@@ -40,7 +40,7 @@ def graphed(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def operands(rows: int, columns: int, sizes: list[int], rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Products of the size of 1."""
+    """Draw operands with products of magnitude 1."""
     generator = torch.Generator().manual_seed(rows)
     R, N = len(sizes) * rank, sum(sizes)
     shapes = {"y": (rows, N), "x": (rows, columns), "A": (R, columns), "B": (N, rank)}
@@ -61,7 +61,7 @@ def product(x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> Tensor:
 def test_shrink_sums_over_pieces_of_k_and_expand_adds_each_parts_product_in_place(
     shape: tuple, dtype: torch.dtype
 ) -> None:
-    """Shrink in float32. Rounding t and y is all that float64 would do otherwise; what lies beside y stays."""
+    """Shrink sums in float32. Only the rounding of t and y differs from float64. Memory beside y keeps its values."""
     given = operands(*shape, dtype)
     rows, columns, sizes, rank = shape
     sums = shrink(given["x"], given["A"])
@@ -83,8 +83,8 @@ def test_shrink_sums_over_pieces_of_k_and_expand_adds_each_parts_product_in_plac
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [True, False])
-def test_expand_joins_a_product_with_a_scale_and_a_bias_to_its_adapters(shape: tuple, biased: bool) -> None:
-    """y and t lie side by side, as a product with weight and A leaves them, and stay as they were."""
+def test_expand_adds_scaled_product_bias_and_adapters(shape: tuple, biased: bool) -> None:
+    """y and t are columns of one tensor, the product with weight and A stacked. Neither changes."""
     given, (_, columns, sizes, rank) = operands(*shape, torch.bfloat16), shape
     N, alpha = sum(sizes), 0.37
     W = torch.randn(N, columns, generator=torch.Generator().manual_seed(1)).to(given["x"]) / columns**0.5
@@ -101,7 +101,7 @@ def test_expand_joins_a_product_with_a_scale_and_a_bias_to_its_adapters(shape: t
 
 @pytest.mark.skipif(INTERPRETED, reason="on a CPU the weight and A are multiplied one after the other")
 @pytest.mark.parametrize("rows", [0, 1, 192, EXPAND_WORK // 32, EXPAND_WORK // 32 + 1])
-def test_a_stacked_product_is_that_of_weight_bias_and_adapter(rows: int) -> None:
+def test_a_stacked_product_is_weight_plus_bias_plus_adapter(rows: int) -> None:
     given, sizes = operands(rows, 512, [96, 32], 32, torch.bfloat16), [96, 32]
     W = torch.randn(128, 512, generator=torch.Generator().manual_seed(1)).to(given["x"]) / 512**0.5
     bias = given["B"].sum(1)
@@ -115,7 +115,9 @@ def test_a_stacked_product_is_that_of_weight_bias_and_adapter(rows: int) -> None
     (8, 37_888, (16, 128, 4)), (17, 3584, (32, 64, 4)), (64, 4608, (32, 64, 4)), (32, 37_888, (32, 128, 4)),
     (64, 37_888, (32, 256, 8)), (256, 3584, (32, 64, 4)), (256, 18_944, (32, 256, 8)),
 ])  # fmt: skip
-def test_a_wide_y_takes_wide_programs_while_they_fill_the_gpu(rows: int, columns: int, blocks: tuple[int, ...]) -> None:
+def test_programs_for_a_wide_y_are_wide_if_they_still_fill_the_gpu(
+    rows: int, columns: int, blocks: tuple[int, ...]
+) -> None:
     assert blocks_of(rows, columns) == blocks
     programs = -(-rows // blocks[0]) * -(-columns // blocks[1])
     assert blocks[1] in (64, 128) or programs >= 2 * PROGRAMS
@@ -123,10 +125,10 @@ def test_a_wide_y_takes_wide_programs_while_they_fill_the_gpu(rows: int, columns
 
 @pytest.mark.parametrize(("programs", "wide"), [(2, 256), (4, 128)])
 @pytest.mark.parametrize("sizes", [[300, 270], [513, 64]], ids=str)
-def test_wide_programs_give_the_same(
+def test_wide_programs_give_the_same_product(
     monkeypatch: pytest.MonkeyPatch, programs: int, wide: int, sizes: list[int]
 ) -> None:
-    """As on a GPU of few multiprocessors: the parts' ends lie amid a program."""
+    """A GPU with few multiprocessors gets wide programs, so a part can end inside a program."""
     monkeypatch.setattr(adapter_kernels, "PROGRAMS", programs)
     assert blocks_of(40, sum(sizes))[1] == wide
     given = operands(40, 256, sizes, 20, torch.bfloat16)
@@ -146,7 +148,7 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, SHRINK_ROWS, SHRINK_ROWS + 1, EXPAND_WORK // 128 + 1])
-def test_every_route_gives_the_same(rows: int) -> None:
+def test_every_route_gives_the_same_product(rows: int) -> None:
     given, sizes = operands(rows, 512, [96, 32], 128, torch.bfloat16), [96, 32]
     y = given["y"].clone()
     add_on_gpu(y, given["x"], given["A"], given["B"], sizes)
@@ -154,9 +156,9 @@ def test_every_route_gives_the_same(rows: int) -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
 
 
-@pytest.mark.parametrize(("rows", "is_work"), [(3, False), (4, True)])
-def test_much_work_of_shrink_is_cublas_s(monkeypatch: pytest.MonkeyPatch, rows: int, is_work: bool) -> None:
-    """Where x A^T takes more products than the bound: 3 rows take as many, 4 more."""
+@pytest.mark.parametrize(("rows", "by_cublas"), [(3, False), (4, True)])
+def test_cublas_takes_over_shrink_above_a_bound(monkeypatch: pytest.MonkeyPatch, rows: int, by_cublas: bool) -> None:
+    """The bound is the number of products in x A^T with 3 rows; 4 rows exceed it."""
     given, sizes = operands(rows, 512, [96, 32], 16, torch.bfloat16), [96, 32]
     shrunk, real = [], adapter_kernels.shrink
     monkeypatch.setattr(product_of_adapter, "SHRINK_WORK", 3 * given["A"].numel())
@@ -165,12 +167,12 @@ def test_much_work_of_shrink_is_cublas_s(monkeypatch: pytest.MonkeyPatch, rows: 
     add_on_gpu(y, given["x"], given["A"], given["B"], sizes)
     exact = given["y"].double() + product(given["x"], given["A"], given["B"], sizes)
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
-    assert (not shrunk) == is_work
+    assert (not shrunk) == by_cublas
 
 
-@pytest.mark.skipif(INTERPRETED, reason="launches overlap on a GPU alone")
+@pytest.mark.skipif(INTERPRETED, reason="launches overlap only on a GPU")
 def test_a_chain_of_layers_in_a_graph_gives_the_bits_of_one_kernel_at_a_time() -> None:
-    """The launches of a graph begin before those ahead of them have ended, those between synchronizations do not."""
+    """In a graph a launch begins before the launch ahead of it ends. Between synchronizations it does not."""
     rows, columns, sizes, rank = 16, 2048, [1024, 512, 512], 32
     given = operands(rows, columns, sizes, rank, torch.bfloat16)
     W, A, B = torch.eye(columns, dtype=torch.bfloat16, device=DEVICE), given["A"], given["B"]

@@ -1,4 +1,4 @@
-"""The correction's weights and the mismatch, against their formulas in plain Python, a token at a time."""
+"""The correction's weights and the mismatch, against their formulas in plain Python, token by token."""
 
 import math
 import random
@@ -11,12 +11,12 @@ from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import CORRECTIONS
 
 LENGTHS, WIDTH, CLIP_MAX = [1, 7, 12, 4], 12, 1.5
-Rows = list[list[float]]  # of each completion the log-probs of its tokens
-WITHOUT = ("off", "in_ratio")  # weigh nothing: of the latter the loss itself has the ratio to the sampler
+Rows = list[list[float]]  # by completion, the log-probs of its tokens
+WITHOUT = ("off", "in_ratio")  # weights of 1; with in_ratio the loss itself has the ratio to the sampler
 
 
 def drawn(seed: int) -> tuple[Rows, Rows]:
-    """Log-probs of ragged completions by the trainer and the sampler, which differ by up to a nat."""
+    """Draw log-probs by trainer and sampler, up to a nat apart, of completions of several lengths."""
     rng = random.Random(seed)
     trainer = [[-rng.expovariate(1.0) for _ in range(length)] for length in LENGTHS]
     return trainer, [[logprob + rng.uniform(-1, 1) for logprob in row] for row in trainer]
@@ -27,13 +27,13 @@ def padded(rows: Rows, fill: float) -> Tensor:
 
 
 def tensors(trainer: Rows, sampler: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """What the functions take; the padding holds numbers that would show."""
+    """Return the arguments of the functions. The padding has numbers that would change a result."""
     mask = padded([[1.0] * length for length in LENGTHS], 0.0).long()
     return padded(trainer, -50.0), padded(sampler, 3.0), mask
 
 
 def reference(name: str, trainer: Rows, sampler: Rows, clip_max: float = CLIP_MAX) -> Rows:
-    """The weight of each token."""
+    """Return the weight of each token."""
     weights = []
     for of_trainer, of_sampler in zip(trainer, sampler, strict=True):
         ratios = [math.exp(p - q) for p, q in zip(of_trainer, of_sampler, strict=True)]
@@ -52,18 +52,18 @@ def flat(rows: Rows) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_weights_are_the_ratios_cut_as_the_name_says(name: str) -> None:
+def test_weights_are_the_ratios_truncated_or_masked(name: str) -> None:
     trainer, sampler = drawn(1)
     found = correction.weights(name, CLIP_MAX, *tensors(trainer, sampler))
     by_token = found.value.expand(len(LENGTHS), WIDTH).tolist()
     tokens = [row[:length] for row, length in zip(by_token, LENGTHS, strict=True)]
     assert flat(tokens) == pytest.approx(flat(reference(name, trainer, sampler)), rel=1e-12)
     assert found.value.shape[1] == (1 if name in WITHOUT or name.startswith("sequence") else WIDTH)
-    assert found.is_cut.any() == (name not in WITHOUT), "nothing is cut here, so that this tells little"
+    assert found.is_cut.any() == (name not in WITHOUT), "no ratio is cut, so this case tests no cut"
 
 
-def test_a_token_without_a_logprob_counts_as_it_is() -> None:
-    """TRL's rule: its ratio is 1, and the other tokens of its sequence decide."""
+def test_a_token_without_a_sampler_logprob_has_ratio_1() -> None:
+    """TRL has this rule. The other tokens give the ratio of the sequence."""
     trainer, sampler = drawn(2)
     sampler[1][3] = math.nan
     for name in ("token_truncate", "token_mask"):
@@ -74,7 +74,7 @@ def test_a_token_without_a_logprob_counts_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_mismatch_over_the_tokens_of_several_micro_batches(name: str) -> None:
+def test_mismatch_is_pooled_over_the_tokens_of_several_micro_batches(name: str) -> None:
     batches = [drawn(seed) for seed in (3, 4, 5)]
     rows = []
     for trainer, sampler in batches:
@@ -100,15 +100,15 @@ def test_mismatch_over_the_tokens_of_several_micro_batches(name: str) -> None:
     assert correction.mismatch([row.tolist() for row in rows]) == pytest.approx(expected, rel=1e-12)
 
 
-def test_k3_keeps_its_digits_where_the_two_hardly_differ() -> None:
-    """r - 1 - log r of d = log r is d^2 / 2 there, of which the plain formula would leave nothing."""
+def test_k3_keeps_its_digits_at_tiny_differences() -> None:
+    """For a small d = log r, r - 1 - log r is d^2 / 2. The plain formula would round it to 0."""
     trainer = torch.full((1, 2), -1.0, dtype=torch.float64)
     of_tokens = trainer, trainer - 1e-9, torch.ones(1, 2)
     found = correction.mismatch([correction.term_sums(correction.weights("off", 3.0, *of_tokens), *of_tokens).tolist()])
     assert found["sampler/kl_k3_nats"] == pytest.approx(0.5e-18, rel=1e-3, abs=0)
 
 
-def test_a_logprob_that_is_nan_is_not_hidden() -> None:
+def test_a_nan_logprob_of_the_trainer_makes_the_metrics_nan() -> None:
     trainer, sampler = drawn(6)
     trainer[0][0] = math.nan
     of_tokens = tensors(trainer, sampler)

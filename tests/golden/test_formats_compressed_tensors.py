@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP4 hold the very bits that compressed-tensors 0.17 writes; FP8 those of float32 weights."""
+"""NVFP4 and MXFP4 have the bits that compressed-tensors 0.17 writes; FP8 has its bits for float32 weights."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ SHAPE = (48, 128)
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    """Their cast_to_fp4 is compiled; the tests need no C++ compiler."""
+    """Turn off torch.compile, because their compiled cast_to_fp4 would need a C++ compiler."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -44,7 +44,7 @@ def their_weight(packed: dict[str, Tensor], name: str) -> Tensor:
 
 
 def samples() -> dict[str, Tensor]:
-    """Weights in float32: smooth, heavy-tailed, of very different size, on the grid, and the edges."""
+    """Return float32 weights: smooth, heavy-tailed, of mixed magnitudes, on the grid, and edge cases."""
     torch.manual_seed(0)
     normal = torch.randn(SHAPE)
     ties = torch.tensor([6, -6, 0.25, -0.25, 0.75, 1.25, -1.25, 1.75, 2.5, -2.5, 3.5, 5.0, -5.0, 0.5, 0.0, -0.0])
@@ -77,7 +77,7 @@ def samples() -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("sample", samples())
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_bits_are_those_of_compressed_tensors(name: str, sample: str, dtype: torch.dtype) -> None:
+def test_bits_equal_those_of_compressed_tensors(name: str, sample: str, dtype: torch.dtype) -> None:
     weight = samples()[sample].to(dtype)
     ours, reference = BY_NAME[name].quantize(weight), theirs(weight, name)
     assert set(ours) == set(reference)
@@ -87,13 +87,13 @@ def test_bits_are_those_of_compressed_tensors(name: str, sample: str, dtype: tor
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_dequantized_weight_is_theirs_in_bfloat16(name: str) -> None:
+def test_dequantized_weight_equals_compressed_tensors_in_bfloat16(name: str) -> None:
     weight = samples()["cauchy"]
     packed = BY_NAME[name].quantize(weight)
     assert torch.equal(BY_NAME[name].dequantize(packed, SHAPE, torch.bfloat16), their_weight(packed, name))
 
 
-def test_shared_global_scale() -> None:
+def test_fused_weights_share_one_global_scale() -> None:
     weights = [samples()["normal"], 3 * samples()["normal"]]
     shared = NVFP4.global_scale(weights)
     assert torch.equal(shared, generate_gparam(weights[1].min(), weights[1].max()))
@@ -110,11 +110,11 @@ def test_global_scale_that_is_too_large_saturates() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("sample", samples())
-def test_fp8_is_theirs_with_a_bfloat16_scale(sample: str, dtype: torch.dtype) -> None:
+def test_fp8_equals_compressed_tensors_with_a_bfloat16_scale(sample: str, dtype: torch.dtype) -> None:
     weight, scheme = samples()[sample].to(dtype), preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
     ours = FP8.quantize(weight)
     scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), scheme.weights)
-    is_zero = (scale.bfloat16() == 0) | (weight == 0).all(1, keepdim=True)  # theirs of zeros depends on the dtype
+    is_zero = (scale.bfloat16() == 0) | (weight == 0).all(1, keepdim=True)  # their scale of zeros depends on the dtype
     assert torch.equal(torch.where(is_zero, 2.0**-7, scale).bfloat16(), ours["weight_scale"])
     state = {"weight": weight.float(), "weight_scale": ours["weight_scale"].float()}
     reference = FloatQuantizationCompressor.compress(state, scheme)["weight"]
@@ -124,7 +124,7 @@ def test_fp8_is_theirs_with_a_bfloat16_scale(sample: str, dtype: torch.dtype) ->
     )
 
 
-def test_fp8_rounds_a_bfloat16_weight_once_and_they_twice() -> None:
+def test_fp8_rounds_a_bfloat16_weight_once_and_compressed_tensors_twice() -> None:
     weight, scheme = samples()["normal"].bfloat16(), preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
     ours = FP8.quantize(weight)
     theirs = FloatQuantizationCompressor.compress({**ours, "weight": weight}, scheme)["weight"]

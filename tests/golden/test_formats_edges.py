@@ -1,4 +1,4 @@
-"""What the formats do with zeros, outliers, denormals, NaN, odd sizes and unknown names."""
+"""Formats quantize outliers and denormals, and refuse NaN, odd sizes and unknown names."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def test_huge_outlier_survives_and_nothing_overflows(weight_format: Format) -> N
     assert values[3, 5].item() == pytest.approx(1e30, rel=0.25)  # MXFP4: 1e30 is 6.3 of its block's units
 
 
-def test_nvfp4_subnormal_block_scales() -> None:
+def test_nvfp4_block_scales_can_be_subnormal() -> None:
     """Blocks 2**-15 to 2**-17.8 below the largest have E4M3 scales under 2**-6, with fewer bits, down to none."""
     weight = normal(4, 16).clamp(-1, 1)
     weight[:, 0] = torch.tensor([1.0, 2**-15, 2**-17.5, 2**-19])
@@ -107,7 +107,7 @@ def test_an_unknown_format_is_refused_with_the_names_of_all() -> None:
 
 
 @pytest.mark.parametrize("kind", [Nvfp4, Mxfp4])
-def test_a_rule_that_nobody_knows_does_not_quantize(kind: type[Format]) -> None:
+def test_a_format_with_an_unknown_rule_dequantizes_but_does_not_quantize(kind: type[Format]) -> None:
     unknown = kind(None)
     with pytest.raises(ValueError, match="_rule None; allowed: "):
         unknown.quantize(normal(4, 64))
@@ -119,7 +119,7 @@ def test_a_rule_that_nobody_knows_does_not_quantize(kind: type[Format]) -> None:
 @pytest.mark.parametrize(
     ("weight_format", "bits"), [*zip(ALL, [4.5, 4.5, 4.25, 4.25, 4.25, 4.5, 4.127, 8, 16], strict=True)], ids=repr
 )
-def test_bits_per_weight_is_what_is_stored(weight_format: Format, bits: float) -> None:
+def test_bits_per_weight_counts_the_stored_bytes(weight_format: Format, bits: float) -> None:
     assert weight_format.bits_per_weight == pytest.approx(bits, abs=5e-4)
     packed = weight_format.quantize(normal(512, 1024))
     nf4 = 16 * 4 + 256 + (256 * 4 if weight_format == NF4 else 0)

@@ -15,7 +15,7 @@ from reference_formats import QLORA_TABLE, nibbles, normal
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e4])
-def test_nvfp4(spread: float) -> None:
+def test_nvfp4_equals_the_reference(spread: float) -> None:
     weight = normal(64, 256) * torch.logspace(0, float(np.log10(spread)), 256)
     packed, expected = NVFP4.quantize(weight), reference.nvfp4(weight.double().numpy())
     stable = expected.stable
@@ -31,7 +31,7 @@ def test_nvfp4(spread: float) -> None:
 @pytest.mark.parametrize("rule", ["round", "floor", "ceil"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("spread", [1.0, 1e30])
-def test_mxfp4_is_the_reference_exactly(spread: float, dtype: torch.dtype, rule: str) -> None:
+def test_mxfp4_equals_the_reference_in_every_value(spread: float, dtype: torch.dtype, rule: str) -> None:
     weight = (normal(64, 256) * torch.logspace(0, float(np.log10(spread)), 64).unsqueeze(1)).to(dtype)
     packed = Mxfp4(rule).quantize(weight)
     expected = reference.mxfp4(weight.double().numpy(), rule)
@@ -43,8 +43,8 @@ def test_mxfp4_is_the_reference_exactly(spread: float, dtype: torch.dtype, rule:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("spread", [1.0, 1e30, 1e-30])
-def test_fp8_is_the_reference_exactly(spread: float, dtype: torch.dtype) -> None:
-    """In every value: with a bfloat16 scale a float32 quotient is on a midpoint only where the exact one is."""
+def test_fp8_equals_the_reference_in_every_value(spread: float, dtype: torch.dtype) -> None:
+    """A float32 quotient by a bfloat16 scale is on a midpoint only if the exact quotient is."""
     weight = (normal(64, 256) * torch.logspace(0, float(np.log10(spread)), 64).unsqueeze(1)).to(dtype)
     weight[7], weight[8, 1:] = 0.0, -1e-3 * weight[8, :1].abs()
     packed, expected = FP8.quantize(weight), reference.fp8(weight.double().numpy())
@@ -53,7 +53,7 @@ def test_fp8_is_the_reference_exactly(spread: float, dtype: torch.dtype) -> None
     np.testing.assert_array_equal(FP8.dequantize(packed, (64, 256), torch.float32).double().numpy(), expected.values)
 
 
-def test_fp8_codes_ties_and_saturation() -> None:
+def test_fp8_ties_go_to_even_codes_and_large_values_saturate() -> None:
     values = reference.e4m3_values()
     stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     np.testing.assert_array_equal(stored.double().numpy(), values)
@@ -76,7 +76,7 @@ def test_nf4_codebook_is_the_qlora_table() -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (6, 96), (160, 160)], ids=["rows_of_blocks", "across_rows", "pocket"])
-def test_nf4(shape: tuple[int, int]) -> None:
+def test_nf4_equals_the_reference(shape: tuple[int, int]) -> None:
     weight = normal(*shape)
     packed = Nf4(False).quantize(weight)
     expected = reference.nf4(weight.double().numpy(), np.array(QLORA_TABLE))
@@ -90,8 +90,8 @@ def test_nf4(shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(values[stable], expected.values[stable], rtol=1e-6)
 
 
-def test_nf4_double_quantization() -> None:
-    """The block maxima that the dequantized weight shows are those of the reference."""
+def test_nf4_double_quantization_equals_the_reference() -> None:
+    """Compare the largest value of each dequantized block, which shows the scale of the block."""
     weight = normal(300, 128) * torch.linspace(0.5, 2, 300).unsqueeze(1)  # 600 blocks: three nested ones, one partial
     single, double = (Nf4(flag).quantize(weight) for flag in (False, True))
     assert torch.equal(single["weight"], double["weight"])
@@ -104,7 +104,7 @@ def test_nf4_double_quantization() -> None:
     np.testing.assert_allclose(largest[stable], expected[stable], rtol=1e-5)
 
 
-def test_nf4_tensors_are_a_bitsandbytes_checkpoint() -> None:
+def test_bitsandbytes_dequantizes_the_tensors_of_nf4() -> None:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     weight = normal(32, 64)

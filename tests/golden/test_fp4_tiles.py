@@ -1,6 +1,6 @@
-"""The NVFP4 product of a warpgroup against the dequantized weight: on a GPU, or on a CPU, where a fiber is a thread.
+"""The kernel `fp4_tiles` against the product with the dequantized NVFP4 weight: on a GPU, or compiled for a CPU.
 
-Between the two stands what tests/helpers/cuda_on_cpu.h says that CUDA does.
+On a CPU tests/helpers/cuda_on_cpu.h emulates CUDA.
 """
 
 import ctypes
@@ -37,8 +37,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SMALL = Machine(multiprocessors=3, shared_bytes=128 * 2**10)
 H200 = Machine(multiprocessors=132, shared_bytes=227 * 2**10)
-# Rows, K, columns of the parts, rank, blocks of a tile: variants; tiles that blocks share, one a block and several, one
-# that is not full, of one part and of more.
+# Rows, K, columns of the parts, rank, blocks of a tile. They have every variant, tiles shared by several blocks, one
+# and several tiles per block, a partly filled tile, and tiles of one and of several parts.
 SHAPES = [(1, 192, [64], 8, 2), (16, 256, [128, 64, 64], 32, 3), (31, 320, [256], 16, 4), (64, 128, [576], 24, 2),
           (64, 576, [128, 64], 32, 2), (57, 128, [832, 192], 16, 4), (50, 192, [64, 128], 64, 3),
           (64, 192, [640], 128, 5), (40, 384, [256], 16, 4), (16, 64, [1024], 8, 8), (24, 1024, [192], 128, 4),
@@ -46,14 +46,14 @@ SHAPES = [(1, 192, [64], 8, 2), (16, 256, [128, 64, 64], 32, 3), (31, 320, [256]
 
 
 class TensorMap(ctypes.Structure):
-    """That of tests/helpers/cuda_on_cpu.h."""
+    """The struct TensorMap of tests/helpers/cuda_on_cpu.h."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("numbers", "rows", "columns", "stride", "box_rows", "box_columns")]
 
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel, compiled through NAME_on_cpu.cpp into a library. Skips the test without a compiler."""
+    """Compile the kernel through NAME_on_cpu.cpp into a library. Skip the test without a compiler."""
     if (compiler := shutil.which("c++")) is None:
         pytest.skip("needs a C++ compiler")
     out, name = tmp_path_factory.mktemp("kernel") / f"{SOURCE.stem}.so", f"{SOURCE.stem}_on_cpu.cpp"
@@ -79,7 +79,7 @@ def every_code(N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture(autouse=True)
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, a small one is played."""
+    """Without a GPU, launch the kernel on the CPU as on a small GPU."""
     if ON_GPU:
         return
     on_cpu = request.getfixturevalue("on_cpu")
@@ -102,7 +102,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def operands(rows: int, columns: int, sizes: list[int], rank: int, tile: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Arguments of `linear` but `sizes`, and what it should give in float64, of summands of the size of 1."""
+    """Return the arguments of `linear` except `sizes`, and the exact result in float64. Summands have magnitude 1."""
     generator = torch.Generator().manual_seed(rows)
     R, N = len(sizes) * rank, sum(sizes)
     packed = NVFP4.quantize(columns**-0.5 * torch.randn(N, columns, generator=generator))
@@ -123,14 +123,14 @@ def operands(rows: int, columns: int, sizes: list[int], rank: int, tile: int) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_the_product_with_the_dequantized_weight_and_the_adapter(shape: tuple) -> None:
+def test_linear_multiplies_by_the_dequantized_weight_and_adds_the_adapter(shape: tuple) -> None:
     given, exact = operands(*shape)
     y = linear(**given, sizes=shape[2])
     assert (y.shape, y.dtype) == (exact.shape, torch.bfloat16)
     torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
 
 
-def test_no_bias_and_rows_apart() -> None:
+def test_linear_takes_no_bias_and_strided_rows() -> None:
     given, exact = operands(*SHAPES[1])
     wide = torch.randn(16, 264).bfloat16().to(DEVICE)
     wide[:, :256] = given["x"]
@@ -139,8 +139,8 @@ def test_no_bias_and_rows_apart() -> None:
     torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
 
 
-def test_rows_come_and_go() -> None:
-    """All and few rows of one layer in turns, as completions end: the blocks meet each time."""
+def test_the_number_of_rows_may_change_between_launches() -> None:
+    """One layer takes many and few rows in turn, as when completions end. Its blocks meet correctly each time."""
     given, exact = operands(*SHAPES[4])
     for rows in (64, 17, 33, 1, 64):
         y = linear(**given | {"x": given["x"][:rows]}, sizes=[128, 64])
@@ -156,7 +156,7 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize("tile", [2, 3, 4, 5])
 def test_every_code_in_every_place_with_every_scale(tile: int) -> None:
-    """x picks one column of W a row: what comes out is a weight."""
+    """Each row of x picks one column of W, so each output is one weight."""
     K, N = 128, 256
     codes, scale, weight = every_code(N, K)
     given, _ = operands(64, K, [N], 8, tile)
@@ -174,7 +174,7 @@ def test_more_rows_take_several_launches(rows: int) -> None:
     torch.testing.assert_close(y.cpu().double(), exact, rtol=2**-7, atol=2**-6)
 
 
-def test_what_it_does_not_take_is_refused() -> None:
+def test_unsupported_shapes_are_refused() -> None:
     given, _ = operands(3, 64, [64], 8, 2)
     with pytest.raises(ValueError, match=r"parts \[72\] x 64, rank 8; allowed: up to 3 parts"):
         linear(**given, sizes=[72])
@@ -183,20 +183,20 @@ def test_what_it_does_not_take_is_refused() -> None:
     assert not fp4_tiles.supports([72, 64], 128, 32)
 
 
-def test_a_run_is_refused_the_ranks_that_the_kernel_has_not() -> None:
+def test_the_rule_for_runs_allows_the_ranks_that_the_kernel_has() -> None:
     ranks = [rank for rank in range(1, 300) if fp4_tiles.supports([64], 128, rank)]
     assert ranks == [rank for rank in range(1, 300) if fp4_tiles_takes_rank(rank)]
 
 
-def test_the_kernel_counts_as_its_launch_does() -> None:
+def test_the_kernel_and_its_launch_have_the_same_constants() -> None:
     told = dict(re.findall(r"\b([A-Z_]+) = (\d+)\b", SOURCE.read_text()))
     kernel = [int(told[name]) for name in ("BLOCK", "DEPTH", "AT_A_TIME", "BLOCK_BYTES", "RANKS", "MAX_RANK", "MAKERS")]
     own = [tiles.BLOCK, tiles.DEPTH, tiles.AT_A_TIME, tiles.BLOCK_BYTES, fp4_tiles._RANKS, TILES_MAX_RANK]
     assert kernel == [*own, 32 * fp4_tiles._MAKERS]
 
 
-def test_memory_for_one_stage_alone_is_refused() -> None:
-    """Where a stage is freed during the next, one would never be."""
+def test_a_gpu_with_memory_for_a_single_stage_is_refused() -> None:
+    """A stage is freed during the next one, so a single stage would never be freed."""
     with pytest.raises(ValueError, match="two stages of 62464 bytes"):
         plan(64, (1, 8, 2, 10, 2304), 1, 32, Machine(132, 128 * 2**10))
 
@@ -211,7 +211,7 @@ def test_memory_for_one_stage_alone_is_refused() -> None:
 def test_a_plan_fits_an_h200(rows: int, rank: int, N: int, K: int, parts: int, tile: int) -> None:
     assert tile_of(N, K, 132) == tile
     how = plan(rows, (-(-N // 64 // tile), K // 128, 2, tile, 2304), parts, rank, H200)
-    assert 0.8 * H200.multiprocessors <= how.blocks <= H200.multiprocessors  # those of a tile wait for each other
+    assert 0.8 * H200.multiprocessors <= how.blocks <= H200.multiprocessors  # the blocks of a tile wait for each other
     assert how.shared_bytes <= H200.shared_bytes
     assert how.stages >= 3
     assert (how.splits - 1) * how.of_split < K <= how.splits * how.of_split

@@ -43,7 +43,7 @@ class ReferenceAdamW:
 
 
 def samples_of(batch: Batch, model: torch.nn.Module, normalize_std: bool) -> list[Sample]:
-    """The completions of a batch with their log-probs under `model`, which have gradients."""
+    """Return the completions of a batch with their log-probs under `model`, with gradients."""
     found = []
     rewards_P_G = np.array([group.reward_G for group in batch.groups])
     for group, own in zip(batch.groups, advantages(rewards_P_G, normalize_std), strict=True):
@@ -55,7 +55,7 @@ def samples_of(batch: Batch, model: torch.nn.Module, normalize_std: bool) -> lis
     return found
 
 
-def test_updates_of_all_weights_are_those_of_the_formulas(tiny, build_policy, tmp_path: Path) -> None:
+def test_updates_of_all_weights_follow_the_formulas(tiny, build_policy, tmp_path: Path) -> None:
     cfg = tiny(
         lora__rank=0, format__name="bf16", steps=STEPS, algorithm__name="dapo", optim__learning_rate=1e-3,
         optim__weight_decay=0.1, optim__beta1=0.8, optim__beta2=0.95, optim__max_grad_norm=0.05,
@@ -75,4 +75,4 @@ def test_updates_of_all_weights_are_those_of_the_formulas(tiny, build_policy, tm
     assert {name for name, _ in policy.model.named_parameters()} == weights.keys()
     for name, weight in policy.model.named_parameters():
         moved, expected = weight.detach().double() - began[name], weights[name].detach() - began[name]
-        assert (moved - expected).norm() < 2e-3 * expected.norm(), name  # 4e-4 at most, of the embedding
+        assert (moved - expected).norm() < 2e-3 * expected.norm(), name  # the largest seen is 4e-4, of the embedding

@@ -31,7 +31,7 @@ def by_kernel(packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dt
 
 
 def check(name: str, packed: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Returns what the kernel gives."""
+    """Compare the kernel with the torch code; return the result of the kernel."""
     expected = BY_NAME[name].decoder(packed, shape).unpack(dtype)
     got = by_kernel(packed, shape, dtype)
     assert (got.shape, got.dtype) == (shape, dtype)
@@ -44,7 +44,7 @@ def check(name: str, packed: dict[str, Tensor], shape: tuple[int, int], dtype: t
 
 
 def arbitrary(name: str, rows: int, columns: int) -> dict[str, Tensor]:
-    """Any bytes: every code and every scale, also those that no quantizer writes (negative, NaN, overflowing)."""
+    """Draw any bytes: every code and every scale, also scales that no quantizer writes (negative, NaN, overflowing)."""
     generator = torch.Generator().manual_seed(rows * columns)
     codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
     scale = torch.randint(0, 256, (rows, columns // BY_NAME[name].BLOCK), dtype=torch.uint8, generator=generator)
@@ -57,13 +57,13 @@ def arbitrary(name: str, rows: int, columns: int) -> dict[str, Tensor]:
 @each_format
 @each_dtype
 @pytest.mark.parametrize("shape", [(1, 32), (3, 96), (127, 160), (64, 4096), (513, 32), (0, 64)])
-def test_any_bytes(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_any_bytes_unpack_to_the_bits_of_the_torch_code(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     check(name, arbitrary(name, *shape), shape, dtype)
 
 
 @each_format
 @each_dtype
-def test_every_value_with_every_scale(name: str, dtype: torch.dtype) -> None:
+def test_every_value_with_every_scale_unpacks_to_the_bits_of_the_torch_code(name: str, dtype: torch.dtype) -> None:
     width = BY_NAME[name].BLOCK
     packed = arbitrary(name, 256, width)
     pairs = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8)
@@ -76,7 +76,7 @@ def test_every_value_with_every_scale(name: str, dtype: torch.dtype) -> None:
 
 
 @each_format
-def test_strided_packed_tensors(name: str) -> None:
+def test_strided_tensors_unpack_like_contiguous_ones(name: str) -> None:
     packed = arbitrary(name, 8, 128)
     strided: dict[str, Any] = {key: value.clone() for key, value in packed.items()}
     for key in ("weight_packed", "weight_scale"):

@@ -1,4 +1,4 @@
-"""The kernels compile for an H200 where there is none: what the interpreter does not run, assembly, is in them."""
+"""Kernels compile for an H200 on a machine without one. They have assembly, which the interpreter does not run."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def every() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def made(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The adapter's."""
+    """Return the kernels of the adapter."""
     return [one for one in every if one["kernel"] in ("_shrink", "_expand")]
 
 
@@ -42,8 +42,8 @@ def test_each_kernel_fits_on_a_multiprocessor_twice(every: list[dict[str, Any]])
         assert one["shared"] <= SHARED / 2, (one["kernel"], one["shared"])
 
 
-def test_weights_unpack_on_a_t4_and_an_l4(every: list[dict[str, Any]]) -> None:
-    """Of compute capability 7.5 and 8.9: NVFP4 and MXFP4, in float32 and bfloat16."""
+def test_unpacking_compiles_for_a_t4_and_an_l4(every: list[dict[str, Any]]) -> None:
+    """They have compute capability 7.5 and 8.9. The formats are NVFP4 and MXFP4, the dtypes float32 and bfloat16."""
     found = [(one["target"], one["WIDTH"]) for one in every if one["kernel"] == "_unpack"]
     assert sorted(found) == [(target, width) for target in (75, 89) for width in (16, 16, 32, 32)]
 
@@ -55,8 +55,8 @@ def test_products_run_on_the_tensor_cores_and_weights_load_ahead(made: list[dict
             assert "cp.async.cg.shared.global" in one["ptx"], (one["kernel"], one["BLOCK_M"])
 
 
-def test_each_begins_early_and_waits_before_it_reads_what_others_write(made: list[dict[str, Any]]) -> None:
-    """Of the adapter's B expand may read before: a sync, which writes it, ended long before shrink let expand begin."""
+def test_adapter_kernels_begin_early_and_wait_before_they_read_results_of_others(made: list[dict[str, Any]]) -> None:
+    """`_expand` may read B before it waits: a sync, which writes B, ended long before `_shrink` let `_expand` begin."""
     for one in made:
         lines = one["ptx"].splitlines()
         (wait,) = [at for at, line in enumerate(lines) if "griddepcontrol.wait" in line]
@@ -75,7 +75,7 @@ def test_each_begins_early_and_waits_before_it_reads_what_others_write(made: lis
 
 
 @pytest.mark.parametrize("kernel", ["_unpack_marlin", "_unpack_tiles"])
-def test_an_engine_s_words_and_the_dense_weight_move_16_bytes_at_a_time(
+def test_packed_words_are_loaded_and_dense_weights_stored_16_bytes_at_a_time(
     every: list[dict[str, Any]], kernel: str
 ) -> None:
     (ptx,) = [one["ptx"] for one in every if one["kernel"] == kernel]
@@ -89,7 +89,7 @@ def copy_headers(folder: Path) -> None:
         shutil.copy(header, folder)
 
 
-def test_nvrtc_says_where_it_cannot_compile(tmp_path: Path) -> None:
+def test_an_error_of_nvrtc_names_file_and_line(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from qerl_lab.rollout.vllm import nvrtc
 
@@ -99,13 +99,14 @@ def test_nvrtc_says_where_it_cannot_compile(tmp_path: Path) -> None:
         nvrtc.compile_source(broken, "sm_90a")
 
 
-SERIALIZED = "wgmma.mma_async instructions are serialized"  # a note of ptxas: no product while the next is unpacked
+# A note of ptxas: no product runs while the next weight is unpacked.
+SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 
 @pytest.mark.parametrize(
     ("rows", "tile"), [*((fp4_tiles.MAX_ROWS, tile) for tile in fp4_tiles.TILE_SIZES), (16, 5), (32, 5)]
 )
-def test_nvrtc_compiles_the_product_of_a_warpgroup_with_products_side_by_side(rows: int, tile: int) -> None:
+def test_nvrtc_compiles_fp4_tiles_without_serializing_products(rows: int, tile: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from qerl_lab.rollout.vllm import nvrtc
 
@@ -116,7 +117,7 @@ def test_nvrtc_compiles_the_product_of_a_warpgroup_with_products_side_by_side(ro
         assert SERIALIZED not in said
 
 
-def test_nvrtc_says_where_products_run_one_after_another(tmp_path: Path) -> None:
+def test_nvrtc_reports_serialized_products(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from qerl_lab.rollout.vllm import nvrtc
 

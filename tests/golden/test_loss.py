@@ -1,10 +1,10 @@
 """LabTrainer's advantages, losses and gradients against the papers' formulas (tests/helpers/reference_losses.py).
 
-The engine is a stand-in that returns random token ids with sampler log-probs of its own choosing, so that every branch
-of the formulas is reached: completions of many tokens and of one, cut ones, and groups that earned the same. (Empty
-ones an engine may not give; tests/golden/test_objective.py has them.)
-The policy's log-probs come from a twin that gets its adapter and the norm weights that the test wants, in a forward
-pass over one unpadded sequence at a time.
+The engine is a stand-in that returns random token ids with random sampler log-probs, so that every branch of the
+formulas is reached: completions of many tokens and of one, cut completions, and groups of equal rewards. (An engine may
+not return empty completions; tests/golden/test_objective.py has them.)
+The expected log-probs come from a second policy, which copies the adapter and has the norm weights that the test sets,
+in a forward pass over one unpadded sequence at a time.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ Array = np.ndarray
 
 
 def logps(policy: Policy, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> Tensor:
-    """Log-probs [tokens, vocabulary] in float64."""
+    """Return log-probs [tokens, vocabulary] in float64."""
     logits = policy.model(input_ids=torch.tensor([prompt + tokens])).logits[0]
     return (logits[len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
 
@@ -52,14 +52,14 @@ def logps_of_tokens(policy: Policy, prompt: list[int], tokens: list[int], temper
 
 
 class Twin:
-    """A second policy of the same making, with the adapter of the first as it is now, and norms of its own."""
+    """A second policy of the same configuration, with the current adapter of the first and its own norms."""
 
     def __init__(self, cfg: RunConfig, build_policy: Callable[[RunConfig], Policy], original: Policy) -> None:
         self.cfg, self.original, self.policy = cfg, original, build_policy(cfg)
         self.parameters = {n: p for n, p in self.policy.model.named_parameters() if p.requires_grad}
 
     def follow(self, step: int) -> Policy:
-        """As the trainer's policy should be in this step."""
+        """Copy the adapter, set the norms that the trainer's policy should have in `step`, and return the policy."""
         for name, parameter in self.parameters.items():
             parameter.data = self.original.model.get_parameter(name).data.clone()
         for name, norm in self.policy.norms.items():
@@ -76,11 +76,11 @@ def expected_norm(clean: Tensor, name: str, cfg: RunConfig, step: int) -> Tensor
 
 
 class ScriptedEngine:
-    """Random completions of random length, some cut; sampler log-probs up to two nats off the policy's."""
+    """Return random completions of random length, some cut, with sampler log-probs up to two nats off the policy's."""
 
     def __init__(self, twin: Twin, initial: Policy) -> None:
         self.twin, self.initial, self.rng = twin, initial, random.Random(11)
-        self.samples: list[Sample] = []  # of the last rollout, a group after another
+        self.samples: list[Sample] = []  # of the last rollout, group by group
         self.asked: list[tuple[list[list[int]], Sampling]] = []
 
     def sync(self, noise: Noise) -> None: ...
@@ -100,7 +100,7 @@ class ScriptedEngine:
         return Rollout(prompt_ids_P, groups, seconds=1.0)
 
     def _sample(self, prompt: list[int], number: int, sampling: Sampling) -> Sample:
-        """The first two of a group are short: an end token alone, and one that is cut."""
+        """Draw a completion. The first two of a group have one token: the end token, and a token that is cut."""
         length = self.rng.randint(1, sampling.max_tokens)
         tokens = [self.rng.randrange(20, 300) for _ in range(length)]
         tokens = tokens if length == sampling.max_tokens or self.rng.random() < 0.2 else [*tokens, END]
@@ -115,7 +115,7 @@ class ScriptedEngine:
 
 @dataclass
 class Update:
-    """What one optimizer update did, and what the formulas say it should have done."""
+    """Loss and gradient of one optimizer update, as found and as the formulas give them."""
 
     samples: list[Sample]
     loss: float
@@ -125,7 +125,7 @@ class Update:
 
 
 class Watch(TrainerCallback):
-    """Works out the reference just before each optimizer update, when the gradient is complete."""
+    """Compute the reference just before each optimizer update, when the gradient is complete."""
 
     def __init__(self, trainer: "WatchedTrainer") -> None:
         self.trainer = trainer
@@ -135,7 +135,7 @@ class Watch(TrainerCallback):
 
 
 class WatchedTrainer(LabTrainer):
-    """Compares every update with the formulas, and keeps it."""
+    """A trainer that keeps each update with the values of the formulas."""
 
     def __init__(self, cfg: RunConfig, build_policy: Callable[[RunConfig], Policy], task: Task, folder: Path) -> None:
         self.updates, self.batches, self.losses, self.steps, self.bonus = [], [], [], [], Bonus(cfg)
@@ -152,16 +152,16 @@ class WatchedTrainer(LabTrainer):
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> Tensor:
         loss = super().compute_loss(model, inputs, **kwargs)
-        for name, clean in self.twin.policy.clean_norms.items():  # which the backward pass reads again
+        for name, clean in self.twin.policy.clean_norms.items():  # the backward pass reads them again
             assert torch.equal(self.policy.norms[name], expected_norm(clean, name, self.cfg, self.step))
         size = inputs["advantages"].abs()
-        assert not ((size > 1e-12) & (size < 1e-2)).any(), "a flat group counts"  # as in float32 one would
+        assert not ((size > 1e-12) & (size < 1e-2)).any(), "a flat group counts"  # with advantages in float32 it would
         self.batches.append(inputs)
         self.losses.append(loss.item())
         return loss
 
     def expected_rewards(self) -> Array:
-        """[P, G], from the text of the completions and the questions in the order of use."""
+        """Return rewards [P, G] from the texts of the completions and the questions in the order of use."""
         group, start = self.cfg.rollout.group_size, self.steps_done * self.cfg.rollout.prompts_per_step
         used = islice(self.data.order(), start, start + self.cfg.rollout.prompts_per_step)
         answers = [self.data.questions[index].answer for index in used for _ in range(group)]
@@ -170,7 +170,7 @@ class WatchedTrainer(LabTrainer):
         return np.array([fraction(*pair) + 0.2 * short(*pair) for pair in pairs]).reshape(-1, group)
 
     def compare(self) -> None:
-        if not self.updates:  # the first of a rollout, when `steps_done` still says which questions it asked
+        if not self.updates:  # first update of a rollout: `steps_done` still gives its questions
             self.reward_P_G = self.expected_rewards()
             advantage = advantages(self.reward_P_G, self.cfg.algorithm.normalize_std).flat
             self.engine.samples = [replace(s, advantage=a) for s, a in zip(self.engine.samples, advantage, strict=True)]
@@ -191,7 +191,7 @@ class WatchedTrainer(LabTrainer):
 
 
 def scored(policy: Policy, sample: Sample, cfg: RunConfig) -> Sample:
-    """With log-probs and entropies of the policy as it is, which have gradients."""
+    """Return the sample with log-probs and entropies of the current policy, with gradients."""
     distributions = logps(policy, sample.prompt, sample.tokens, cfg.rollout.temperature)
     new = distributions[torch.arange(len(sample.tokens)), sample.tokens]
     return replace(sample, new=new, entropy=-(distributions.exp() * distributions).sum(-1))
@@ -205,7 +205,7 @@ def key(prompt: list[int], tokens: list[int]) -> Key:
 
 
 def keys_in(inputs: dict[str, Tensor]) -> list[Key]:
-    """The rows of a micro-batch without their padding."""
+    """Return the rows of a micro-batch without their padding."""
     parts = [
         [ids[mask.bool()].tolist() for ids, mask in zip(inputs[f"{name}_ids"], inputs[f"{name}_mask"], strict=True)]
         for name in ("prompt", "completion")
@@ -214,7 +214,7 @@ def keys_in(inputs: dict[str, Tensor]) -> list[Key]:
 
 
 def fraction(text: str, answer: str) -> float:
-    """A score that differs between completions, in quarters, and is one where the question is flat."""
+    """Return a multiple of 1/4 that depends on the text; for a flat question return 1."""
     return 1.0 if answer == FLAT else hashlib.sha256(text.encode()).digest()[0] % 5 / 4
 
 
@@ -229,7 +229,7 @@ def grade(texts: list[str], questions: list[Question]) -> dict[str, Array]:
 
 @pytest.fixture(scope="module")
 def task(tiny) -> Task:
-    """Sixteen arithmetic questions, every other one flat."""
+    """Return a task of sixteen arithmetic questions, every other one flat."""
     real = tasks.load(tiny().task)
     questions = [Question(q.id, q.prompt, FLAT if n % 2 else q.answer) for n, q in enumerate(real.train[:16])]
     return replace(real, train=questions, weights={"fraction": 1.0, "short": 0.2}, grade=grade)
@@ -237,7 +237,7 @@ def task(tiny) -> Task:
 
 @pytest.fixture
 def train(tiny, build_policy, task, tmp_path) -> Callable[..., WatchedTrainer]:
-    """Runs a small training to its end and returns the trainer."""
+    """Return a function that runs a small training to its end and returns the trainer."""
 
     def run(**changes: object) -> WatchedTrainer:
         small = {"steps": 2, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 12}
@@ -293,7 +293,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_loss_gradient_and_metrics_are_the_papers(train, changes: dict[str, object]) -> None:
+def test_loss_gradient_and_metrics_equal_the_formulas(train, changes: dict[str, object]) -> None:
     trainer = train(**changes)
     cfg, largest = trainer.cfg, []
     for metrics, updates, rollout, rewards, entropy_coef in trainer.steps:
@@ -313,7 +313,7 @@ def test_loss_gradient_and_metrics_are_the_papers(train, changes: dict[str, obje
 
 
 def check_gradient(update: Update) -> float:
-    """Returns the largest entry: an update may have none, where all that it holds is masked or of a flat group."""
+    """Compare gradients; return the largest entry. It is 0 if all completions are masked or in flat groups."""
     largest = max(gradient.abs().max().item() for gradient in update.expected_gradient.values())
     for name, expected in update.expected_gradient.items():
         torch.testing.assert_close(update.gradient[name], expected, rtol=1e-3, atol=2e-4 * largest, msg=name)
@@ -324,7 +324,7 @@ def check_metrics(
     metrics: dict[str, float], updates: list[Update], rollout: list[Sample], rewards: Array, cfg: RunConfig,
     entropy_coef: float,
 ) -> None:  # fmt: skip
-    """Clipping and KL are means over the tokens of the loss, all others over all completion tokens."""
+    """Compare the metrics. Clipping and KL are means over the tokens of the loss, the others over all tokens."""
     trained = [sample for update in updates for sample in update.samples]
     low, high = clipped(trained, cfg)
     log_ratio = torch.cat([sample.old - sample.sampler for sample in rollout]).numpy()

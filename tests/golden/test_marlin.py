@@ -1,4 +1,4 @@
-"""Marlin's form of NVFP4 and back: against vLLM's way to pack it, and the Triton kernel against the torch code."""
+"""NVFP4 weights that vLLM packed for Marlin are unpacked again, by torch code and by a Triton kernel."""
 
 import os
 
@@ -18,7 +18,7 @@ SHAPES = [(64, 128), (128, 64), (192, 576), (320, 1152), (64, 2048)]  # N, K: mu
 
 
 def anything(rows: int, columns: int, scales: Tensor) -> dict[str, Tensor]:
-    """Any codes, and block scales drawn from the bytes `scales`, the first of which every weight has."""
+    """Draw any codes, and block scales from the bytes `scales`. Every weight has the first of these."""
     generator = torch.Generator().manual_seed(rows * columns)
     codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
     drawn = scales[torch.randint(0, len(scales), (rows, columns // 16), generator=generator)]
@@ -34,8 +34,8 @@ def held_by_marlin(*parts: dict[str, Tensor]) -> tuple[dict[str, Tensor], Marlin
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_way_back_gives_every_bit(shape: tuple[int, int]) -> None:
-    """Every code, and every scale that Marlin keeps: zero, and 2^-6 to 448."""
+def test_unpacking_returns_every_bit(shape: tuple[int, int]) -> None:
+    """The weight has every code, and every scale that Marlin keeps: zero, and 2^-6 to 448."""
     kept = torch.cat([torch.tensor([0x7E], dtype=torch.uint8), E4M3[:1], E4M3[8:]])
     packed = anything(*shape, kept)
     held, form = held_by_marlin(packed)
@@ -43,7 +43,7 @@ def test_the_way_back_gives_every_bit(shape: tuple[int, int]) -> None:
     check_same(form.stored(held), packed)
 
 
-def test_each_scale_alone_comes_back() -> None:
+def test_every_scale_comes_back_except_subnormal_ones() -> None:
     packed = anything(64, 32 * len(E4M3), E4M3)
     packed["weight_scale"] = E4M3.repeat(64, 2).view(torch.float8_e4m3fn)
     held, form = held_by_marlin(packed)
@@ -54,8 +54,8 @@ def test_each_scale_alone_comes_back() -> None:
 
 
 @pytest.mark.parametrize(("top", "boost"), [(0x7E, 1), (0x77, 1), (0x76, 2), (0x66, 8), (0x5E, 16), (0x38, 256)])
-def test_the_power_of_two_of_a_tensor_of_small_scales_is_taken_out(top: int, boost: int) -> None:
-    """From 8 on the scales that a tensor of 448 loses are kept."""
+def test_a_tensor_of_small_scales_is_boosted_by_a_power_of_two(top: int, boost: int) -> None:
+    """From a boost of 8 on, subnormal scales are kept too."""
     packed = anything(128, 256, torch.tensor([top, 0x01, 0x07, 0x08, 0x30][: 5 if boost >= 8 else 1]).to(torch.uint8))
     held, form = held_by_marlin(packed)
     assert form.boost == boost
@@ -79,12 +79,12 @@ def test_parts_of_a_fused_layer_are_views_of_it() -> None:
     ("shape", "dtype"), [*((shape, torch.bfloat16) for shape in SHAPES), (SHAPES[2], torch.float32)]
 )
 def test_the_kernel_has_the_bits_of_the_torch_code(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Of a weight, and of the parts of a fused one."""
+    """Check both parts of a fused weight."""
     pytest.importorskip("triton")
     from qerl_lab.formats.unpack_kernels import dequantize_marlin
 
     rows, columns = shape
-    top = 0x66  # a boost of 8 too
+    top = 0x66  # the largest scale of tensors with a boost of 8
     for scales in (E4M3[8:].flip(0), E4M3[: top + 1].flip(0)):
         one, two = anything(rows, columns, scales), anything(64, columns, scales)
         held, form = held_by_marlin(one, two)

@@ -1,7 +1,7 @@
 """Every algorithm with every correction, on random ragged batches, against the papers' formulas: loss and gradient.
 
-The model is a table of logits, whose log-probs may lie as far from those of the rollout as it takes to reach every
-branch. What surrounds the loss (advantages, masks, log-probs of a real model) is tests/golden/test_loss.py's.
+The model is a table of logits. Its log-probs can differ from those of the rollout enough to reach every branch. The
+rest of an update (advantages, masks, log-probs of a real model) is tested in tests/golden/test_loss.py.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ WORDS, LONGEST, PROMPTS, GROUP, MICRO = 6, 9, 4, 4, 4  # tokens of the vocabular
 
 
 class Table(torch.nn.Module):
-    """A policy that knows its logits by row and place; the prompt is the row's number."""
+    """A policy with a table of logits by row and place. The prompt is the number of the row."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Table(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Ragged:
-    """A rollout of random completions: of rows, lengths [N] from 0 on; a group of which earned the same."""
+    """A rollout of random completions, one a row, with lengths [N] from 0 on. One group has equal rewards."""
 
     lengths_N: Tensor
     tokens_N_T: Tensor
@@ -76,7 +76,7 @@ def ragged(seed: int, is_on_policy: bool) -> Ragged:
 
 
 def trained(trainer: LabTrainer, batch: Ragged, cfg: RunConfig) -> tuple[float, Tensor]:
-    """Loss and gradient by logits of the updates, of which each takes the policy as it is."""
+    """Return the summed loss of the updates and its gradient by the logits, which no update changes."""
     inputs = as_trl_has_it(batch, cfg)
     if cfg.updates_per_step == 1:
         del inputs["old_per_token_logps"]
@@ -93,7 +93,7 @@ def trained(trainer: LabTrainer, batch: Ragged, cfg: RunConfig) -> tuple[float, 
 
 
 def as_trl_has_it(batch: Ragged, cfg: RunConfig) -> dict[str, Tensor]:
-    """The tensors that TRL makes of a rollout, and `LabTrainer` of them."""
+    """Return the inputs of the loss as TRL and `LabTrainer` compute them from a rollout."""
     places = torch.arange(LONGEST)
     mask = (places < batch.lengths_N[:, None]).long()
     finished = (batch.tokens_N_T.gather(1, batch.lengths_N[:, None].clamp(min=1) - 1)[:, 0] == END) & mask[:, 0].bool()
@@ -161,7 +161,7 @@ OF_ALGORITHM = {
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradient_are_the_papers(tiny, trainer_of, name: str, updates: int) -> None:
+def test_loss_and_gradient_equal_the_formulas(tiny, trainer_of, name: str, updates: int) -> None:
     of_case = {"algorithm__name": name, "algorithm__updates_per_rollout": updates}
     trainer = trainer_of(tiny(**(SHAPE | OF_ALGORITHM.get(name, {}) | of_case)))
     given, are_clipped = trainer.cfg, list[bool]()
@@ -182,7 +182,7 @@ def test_loss_and_gradient_are_the_papers(tiny, trainer_of, name: str, updates: 
 
 
 def check_case(batch: Ragged, samples: list[Sample], gradient: Tensor, cfg: RunConfig) -> None:
-    """What is out of the loss has no gradient, and every branch was reached."""
+    """Check that completions out of the loss have no gradient, and that the batch has something to mask."""
     lost = [row for row, sample in enumerate(samples) if not sample.tokens or not counts(sample, cfg)]
     assert (gradient[lost] == 0).all()
     assert gradient.abs().max() > 1e-3

@@ -1,4 +1,4 @@
-"""The options of NVFP4 and MXFP4: which scale a block gets."""
+"""The rules of NVFP4 and MXFP4 for the scale of a block."""
 
 from dataclasses import asdict, fields
 
@@ -24,7 +24,7 @@ RULES = ["round", "floor", "ceil"]
 
 
 def block_errors(weight: Tensor, packed: dict[str, Tensor]) -> np.ndarray:
-    """Squared error per NVFP4 block, in float64."""
+    """Return the squared error per NVFP4 block, in float64."""
     values = NVFP4.dequantize(packed, tuple(weight.shape), torch.float32)
     return ((values.double() - weight.double()) ** 2).unflatten(1, (-1, NVFP4.BLOCK)).sum(-1).numpy()
 
@@ -48,12 +48,12 @@ def awkward() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sample", awkward())
-def test_four_over_six_is_the_reference(sample: str) -> None:
+def test_four_over_six_equals_the_reference(sample: str) -> None:
     weight = awkward()[sample]
     packed = FOUR_OVER_SIX.quantize(weight)
     expected = reference.four_over_six(weight.double().numpy())
     assert packed["weight_global_scale"].item() == pytest.approx(256 * 6 / weight.abs().max().item(), rel=1e-6)
-    stable = expected.stable.reshape(64, -1, 16).all(-1) | (sample == "powers_of_two")  # which float32 holds exactly
+    stable = expected.stable.reshape(64, -1, 16).all(-1) | (sample == "powers_of_two")  # float32 holds these exactly
     in_blocks = stable & (expected.scale > 0)  # a scale of 0 is written as 0.125
     assert in_blocks.mean() > {"zeros": 0.8, "blocks_of_many_sizes": 0.85}.get(sample, 0.97)
     np.testing.assert_array_equal(packed["weight_scale"].double().numpy()[in_blocks], expected.scale[in_blocks])
@@ -95,8 +95,8 @@ def test_four_over_six_keeps_six_on_a_tie() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_mxfp4_scale_for_every_exponent(rule: str) -> None:
-    """Binade by binade, at and beside the mantissas where a rule changes the exponent, powers of two among them."""
+def test_mxfp4_scale_equals_the_reference_for_every_exponent(rule: str) -> None:
+    """Check each binade at and beside powers of two and the other mantissas at which a rule changes the exponent."""
     edges = torch.tensor([1.0, 1.5, 1.75, 2.0])
     below, above = torch.nextafter(edges, torch.zeros(4)), torch.nextafter(edges, torch.full((4,), 9.0))
     mantissas = torch.cat([below, edges, above])
@@ -109,7 +109,7 @@ def test_mxfp4_scale_for_every_exponent(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_mxfp4_subnormals_zeros_and_negative_zeros(rule: str) -> None:
+def test_mxfp4_subnormals_and_zeros_equal_the_reference(rule: str) -> None:
     weight = torch.zeros(5, 32)
     weight[0] = 2.0**-126
     weight[1] = 2.0**-129
@@ -122,7 +122,7 @@ def test_mxfp4_subnormals_zeros_and_negative_zeros(rule: str) -> None:
     assert packed["weight_scale"][3:].count_nonzero() == 0
 
 
-def test_the_configuration_allows_what_the_formats_know() -> None:
+def test_the_schema_has_the_options_of_the_formats() -> None:
     assert schema.SCALE_RULES == nvfp4.SCALE_RULES
     assert schema.EXPONENT_RULES == mxfp4.EXPONENT_RULES
     assert tuple(fp8.INPUT_ACTIVATIONS) == schema.AUTO_OR_FP8

@@ -24,7 +24,7 @@ STAGES = {
     ("linear", "released"): [0.0, 0.08, 0.045, 0.01],
     ("cosine", "released"): [0.0, 0.08, 0.045, 0.01],
     ("logarithmic", "released"): [0.0, 0.08, 0.08 - 0.07 * 0.63092975357, 0.01],
-    # the first is clean, and Eq. 8 counts on as if it were not: share 0, 1/3, 2/3
+    # the first is clean, and Eq. 8 counts it as a noisy stage: share 0, 1/3, 2/3
     ("exponential", "algorithm"): [0.0, 0.08, 0.04, 0.02],
     ("linear", "algorithm"): [0.0, 0.08, 0.17 / 3, 0.10 / 3],
     ("cosine", "algorithm"): [0.0, 0.08, 0.0625, 0.0275],
@@ -48,12 +48,12 @@ def config(schedule: str, reading: str = "equation", stages: int = 4, start: flo
 
 
 def values(cfg: AqnConfig, total: int) -> list[float]:
-    """sigma of the steps 1..total."""
+    """Return sigma of the steps 1..total."""
     return [level(cfg, step, total) for step in range(1, total + 1)]
 
 
 @pytest.mark.parametrize(("schedule", "reading"), STAGES)
-def test_the_table_of_every_schedule_and_reading(schedule: str, reading: str) -> None:
+def test_sigma_of_every_schedule_and_reading_equals_the_table(schedule: str, reading: str) -> None:
     cfg, expected = config(schedule, reading), STAGES[schedule, reading]
     assert values(cfg, 4) == pytest.approx(expected, abs=1e-12)
     assert values(cfg, 8) == pytest.approx([value for value in expected for _ in range(2)], abs=1e-12)
@@ -70,16 +70,16 @@ def test_off_is_clean_at_every_step(reading: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", NOISY)
-def test_one_stage(schedule: str) -> None:
-    """Eq. 8 with K = 1 divides 0 by 0: the one stage has sigma_start. The other readings keep it clean."""
+def test_a_single_stage_has_sigma_start_or_is_clean(schedule: str) -> None:
+    """Eq. 8 with K = 1 divides 0 by 0, so the stage gets sigma_start. The other readings keep it clean."""
     assert values(config(schedule, "equation", stages=1), 3) == [0.08] * 3
     assert values(config(schedule, "released", stages=1), 3) == [0.0] * 3
     assert values(config(schedule, "algorithm", stages=1), 3) == [0.0] * 3
 
 
 @pytest.mark.parametrize("schedule", NOISY)
-def test_two_stages(schedule: str) -> None:
-    """The released code divides by zero here; one noisy stage has sigma_start."""
+def test_a_single_noisy_stage_has_sigma_start(schedule: str) -> None:
+    """The released code divides by zero with two stages."""
     assert values(config(schedule, "equation", stages=2), 4) == pytest.approx([0.08, 0.08, 0.01, 0.01])
     assert values(config(schedule, "released", stages=2), 4) == [0.0, 0.0, 0.08, 0.08]
     assert values(config(schedule, "algorithm", stages=2), 4) == [0.0, 0.0, 0.08, 0.08]
@@ -92,7 +92,7 @@ def test_more_stages_than_steps_skips_stages_evenly() -> None:
     assert level(linear, 1, 1) == 0.09
 
 
-def test_steps_not_divisible_by_stages() -> None:
+def test_stages_differ_in_length_if_they_do_not_divide_the_steps() -> None:
     assert [stage(step, 7, 3) for step in range(1, 8)] == [0, 0, 0, 1, 1, 2, 2]
     assert values(config("linear", "released", stages=3, start=0.5, end=0.25), 7) == [0, 0, 0, 0.5, 0.5, 0.25, 0.25]
 
@@ -109,7 +109,7 @@ def test_stages_are_in_order_all_used_and_of_equal_size_within_one() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "stages"), list(itertools.product(NOISY, (3, 4, 10))))
-def test_released_ends_at_sigma_end_and_algorithm_never_gets_there(schedule: str, stages: int) -> None:
+def test_released_ends_at_sigma_end_and_algorithm_ends_above(schedule: str, stages: int) -> None:
     """Algorithm 1 of the paper stops one stage short of the value that its text promises."""
     released = values(config(schedule, "released", stages), 50)
     algorithm = values(config(schedule, "algorithm", stages), 50)
@@ -119,10 +119,10 @@ def test_released_ends_at_sigma_end_and_algorithm_never_gets_there(schedule: str
         noisy = [value for value in readings if value > 0]
         assert noisy[0] == 0.08
         assert noisy == sorted(noisy, reverse=True)
-        assert readings == [0.0] * (50 - len(noisy)) + noisy  # clean first, never again
+        assert readings == [0.0] * (50 - len(noisy)) + noisy  # clean steps come first only
 
 
 @pytest.mark.parametrize("schedule", FIG_15)
-def test_the_points_of_figure_15(schedule: str) -> None:
+def test_sigma_equals_the_points_of_figure_15(schedule: str) -> None:
     cfg = config(schedule, "equation", stages=10, start=5e-2, end=1.2e-5 if schedule == "exponential" else 0.0)
     assert {k: level(cfg, k, 10) for k in FIG_15[schedule]} == pytest.approx(FIG_15[schedule], abs=9e-4)

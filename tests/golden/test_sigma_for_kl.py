@@ -1,4 +1,4 @@
-"""Sigma for a KL against closed forms: a softmax over a linear layer behind a norm's weight, in float64."""
+"""Sigma for a target KL, in float64: on a softmax of a linear layer after a norm, and on KL curves of any shape."""
 
 import math
 import random
@@ -20,7 +20,7 @@ def config(tolerance: float = 1e-3, probes: int = 40, low: float = 1e-6, high: f
 
 
 class Toy:
-    """logits = (x * (1 + sigma Z)) U: the clean weight of the norm is 1, Z are a few fixed draws."""
+    """A model with logits = (x * (1 + sigma Z)) U. The clean weight of the norm is 1; Z are a few fixed draws."""
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -32,12 +32,12 @@ class Toy:
         self.clean = (self.x @ self.u).log_softmax(-1)
 
     def kl(self, sigma: float) -> float:
-        """KL(noisy || clean), mean over tokens and draws."""
+        """Return KL(noisy || clean), the mean over tokens and draws."""
         noisy = ((self.x * (1 + sigma * self.z)[:, None]) @ self.u).log_softmax(-1)  # [draws, tokens, words]
         return (noisy.exp() * (noisy - self.clean)).sum(-1).mean().item()
 
     def fisher(self) -> float:
-        """c of KL = c sigma^2 / 2 for small sigma: the variance of the logits' slope under the clean policy."""
+        """Return c of KL = c sigma^2 / 2 for small sigma: the variance of the logits' slope under the clean policy."""
         slope, p = (self.x * self.z[:, None]) @ self.u, self.clean.exp()
         return ((p * slope.square()).sum(-1) - (p * slope).sum(-1).square()).mean().item()
 
@@ -52,7 +52,7 @@ class Toy:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("target", [1e-5, 1e-3, 0.03, 0.2])
 @pytest.mark.parametrize("guess", [1e-6, 0.02, 0.5])
-def test_the_sigma_is_the_one_that_bisection_finds(seed: int, target: float, guess: float) -> None:
+def test_sigma_equals_the_sigma_that_bisection_finds(seed: int, target: float, guess: float) -> None:
     toy = Toy(seed)
     found = solve(config(high=10), toy.kl, target, guess)
     assert found.kl == toy.kl(found.sigma) == pytest.approx(target, rel=1e-3)
@@ -60,7 +60,7 @@ def test_the_sigma_is_the_one_that_bisection_finds(seed: int, target: float, gue
     assert found.probes <= 10
 
 
-def test_a_small_kl_has_the_sigma_of_the_fisher_information() -> None:
+def test_sigma_for_a_small_kl_follows_from_the_fisher_information() -> None:
     toy = Toy()
     for target in (1e-8, 1e-6):
         assert solve(config(), toy.kl, target, 0.01).sigma == pytest.approx(
@@ -68,7 +68,7 @@ def test_a_small_kl_has_the_sigma_of_the_fisher_information() -> None:
         )
 
 
-def test_two_probes_find_it_where_the_kl_is_a_square() -> None:
+def test_two_probes_find_sigma_if_the_kl_is_quadratic() -> None:
     found = solve(config(), lambda sigma: 7 * sigma**2, 0.003, 0.1)
     assert (found.sigma, found.probes) == (pytest.approx((0.003 / 7) ** 0.5), 2)
     assert solve(config(), lambda sigma: 7 * sigma**2, 0.003, found.sigma) == Solution(found.sigma, found.kl, 1)
@@ -77,24 +77,26 @@ def test_two_probes_find_it_where_the_kl_is_a_square() -> None:
 @pytest.mark.parametrize(
     ("kl", "sigma"),
     [
-        (lambda sigma: 1e-9 * sigma**2, 0.5),  # noise that does next to nothing
+        (lambda sigma: 1e-9 * sigma**2, 0.5),  # noise with almost no effect
         (lambda sigma: 0.0, 0.5),
-        (lambda sigma: -1e-12, 0.5),  # of rounding
+        (lambda sigma: -1e-12, 0.5),  # by rounding
         (lambda sigma: 1e9 * sigma, 1e-6),
         (lambda sigma: math.inf, 1e-6),
         (lambda sigma: math.nan, 1e-6),
-        (lambda sigma: 0.01 + sigma**2, 1e-6),  # rounding alone is more
-        (lambda sigma: 0.01 + sigma**2 - 1e-4 * math.exp(-(math.log(sigma / 1e-4) ** 2)), 1e-6),  # and is not the same
+        (lambda sigma: 0.01 + sigma**2, 1e-6),  # more than the target by rounding alone
+        (lambda sigma: 0.01 + sigma**2 - 1e-4 * math.exp(-(math.log(sigma / 1e-4) ** 2)), 1e-6),  # and not monotonic
     ],
 )
 @pytest.mark.parametrize("guess", [1e-6, 0.01, 0.5, 3.0])
-def test_beyond_a_bound_it_is_the_bound(kl: Callable[[float], float], sigma: float, guess: float) -> None:
+def test_sigma_is_the_bound_if_the_target_is_beyond_it(
+    kl: Callable[[float], float], sigma: float, guess: float
+) -> None:
     found = solve(config(tolerance=0.05, probes=12), kl, 3e-3, guess)
     assert found.sigma == sigma
     assert found.probes <= 12
 
 
-def test_a_model_that_breaks_is_given_the_largest_noise_that_it_bears() -> None:
+def test_a_model_that_breaks_gets_the_largest_noise_without_nan() -> None:
     found = solve(config(probes=40), lambda sigma: math.nan if sigma > 0.03 else sigma**2, 0.1, 0.01)
     assert found.sigma <= 0.03
     assert found.sigma == pytest.approx(0.03, rel=0.01)
@@ -105,7 +107,7 @@ SHAPES = ["power", "grows faster", "saturates", "has a floor", "jumps"]
 
 
 def never_falling(shape: str, draw: random.Random) -> tuple[Callable[[float], float], float]:
-    """A KL of sigma, and the sigma where it jumps if it does."""
+    """Return a KL as a function of sigma, and the sigma of its jump if it has one."""
     power, scale, place = draw.uniform(0.5, 4), 10 ** draw.uniform(-3, 6), 10 ** draw.uniform(-5, -0.5)
 
     def kl(sigma: float) -> float:
@@ -125,8 +127,8 @@ def never_falling(shape: str, draw: random.Random) -> tuple[Callable[[float], fl
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_kl_that_never_falls(shape: str) -> None:
-    """The answer is in the bounds, was measured, is the nearest tried, and is near the target unless no sigma is."""
+def test_sigma_is_found_for_any_kl_that_never_falls(shape: str) -> None:
+    """The result is within the bounds, was measured, is the nearest tried, and is near the target if any sigma is."""
     draw, reached = random.Random(shape), 0
     for _ in range(1000):
         kl, place = never_falling(shape, draw)
@@ -167,8 +169,8 @@ def controlled(factor: float = 1.01, band: float = 1.1) -> AqnConfig:
         (5.0, 0.04 / 1.01), (math.inf, 0.04 / 1.01), (math.nan, 0.04 / 1.01), (-1e-9, 0.0404),
     ],
 )  # fmt: skip
-def test_the_rule_of_psn_rlvr(kl: float, expected: float) -> None:
-    """Its trainer: divide above 1.1 x target, multiply below target / 1.1, else keep."""
+def test_the_controller_follows_the_rule_of_psn_rlvr(kl: float, expected: float) -> None:
+    """The trainer of PSN-RLVR divides above 1.1 x target, multiplies below target / 1.1, and otherwise keeps sigma."""
     assert adapt_sigma(controlled(), 0.04, kl) == pytest.approx(expected, rel=1e-12)
 
 

@@ -1,6 +1,6 @@
-"""The order of `fp4_tiles` and back: what was packed comes back, and the Triton kernel against the torch code.
+"""Weights in the order of `fp4_tiles` are unpacked again, by torch code and by a Triton kernel.
 
-That the order is the one that the kernel in CUDA C++ reads, test_fp4_tiles.py holds.
+test_fp4_tiles.py tests that the kernel in CUDA C++ reads this order.
 """
 
 import os
@@ -16,14 +16,14 @@ from qerl_lab.model.linear import PackedLinear
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# Rows of the parts, columns, blocks of a tile: parts that begin and end within tiles, or are several; K an odd multiple
-# of 64; tiles that are not full.
+# Rows of the parts, columns, blocks of a tile. There are parts that begin and end within tiles, layers of several
+# parts, K that is an odd multiple of 64, and tiles that are partly filled.
 LAYERS = [([64], 64, 2), ([128, 64, 64], 192, 3), ([320, 64, 64], 128, 4), ([192, 576], 320, 5), ([640], 192, 6),
           ([448, 64, 64], 128, 7), ([64, 960], 256, 8), ([4224], 64, 2)]  # fmt: skip
 
 
 def anything(rows: int, columns: int, scales: Tensor = E4M3[1:]) -> dict[str, Tensor]:
-    """Any codes, the scales `scales` in turn, from another one on in each row, and for a scale of 0 codes of 0."""
+    """Draw any codes, and take `scales` in turn, shifted in each row. Blocks with a scale of 0 have codes of 0."""
     generator = torch.Generator().manual_seed(rows * columns)
     codes = torch.randint(0, 256, (rows, columns // 16, 8), dtype=torch.uint8, generator=generator)
     scale = scales[(torch.arange(rows)[:, None] * 5 + torch.arange(columns // 16)) % len(scales)]
@@ -33,7 +33,7 @@ def anything(rows: int, columns: int, scales: Tensor = E4M3[1:]) -> dict[str, Te
 
 
 def held_in_tiles(parts: list[dict[str, Tensor]], tile: int) -> tuple[dict[str, Tensor], list[Tiles]]:
-    """What an engine holds of a fused layer, and how to read each part."""
+    """Return the tensors that an engine holds of a fused layer, and the form of each part."""
     codes, scale = (torch.cat([part[key] for part in parts]) for key in ("weight_packed", "weight_scale"))
     forms, first = list[Tiles](), 0
     for part in parts:
@@ -47,8 +47,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(BITS[a.dtype]), b.view(BITS[b.dtype]))
 
 
-def test_the_order_is_the_one_that_is_described() -> None:
-    """By the formula, a code and a scale at a time."""
+def test_packing_follows_the_formula_of_the_order() -> None:
+    """Look up each code and each scale by the formula."""
     tile, N, K = 3, 256, 320
     packed = anything(N, K)
     (held, _), codes = held_in_tiles([packed], tile), packed["weight_packed"]
@@ -67,8 +67,8 @@ def test_the_order_is_the_one_that_is_described() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "columns", "tile"), LAYERS)
-def test_the_way_back_gives_every_bit_of_each_part(sizes: list[int], columns: int, tile: int) -> None:
-    """Every code, and every scale: 0, the subnormal ones, and 2^-6 to 448."""
+def test_unpacking_returns_every_bit_of_each_part(sizes: list[int], columns: int, tile: int) -> None:
+    """The parts have every code and every scale: 0, the subnormal ones, and 2^-6 to 448."""
     parts = [anything(rows, columns, E4M3) for rows in sizes]
     held, forms = held_in_tiles(parts, tile)
     for packed, form in zip(parts, forms, strict=True):
@@ -78,13 +78,13 @@ def test_the_way_back_gives_every_bit_of_each_part(sizes: list[int], columns: in
 @pytest.mark.parametrize(
     ("scale", "code", "back"),
     [
-        (0x00, 0x5, (0x00, 0)),  # lost: codes whose scale is 0
-        (0x01, 0x0, (0x00, 0)),  # and the scale 2^-9 of codes of 0
-        (0x01, 0x8, (0x01, 0x8)),  # of -0 it is kept
-        (0x20, 0x0, (0x20, 0)),  # 0.125, which a block of zeros has
+        (0x00, 0x5, (0x00, 0)),  # codes with a scale of 0 are lost
+        (0x01, 0x0, (0x00, 0)),  # the scale 2^-9 of codes of 0 is lost
+        (0x01, 0x8, (0x01, 0x8)),  # with a code of -0 it is kept
+        (0x20, 0x0, (0x20, 0)),  # a block of zeros has 0.125
     ],
 )
-def test_what_is_lost_where_a_weight_is_0(scale: int, code: int, back: tuple[int, int]) -> None:
+def test_codes_or_the_scale_of_zero_weights_may_be_lost(scale: int, code: int, back: tuple[int, int]) -> None:
     packed = anything(64, 64)
     packed["weight_scale"].view(torch.uint8)[5, 2] = scale
     packed["weight_packed"][5, 16:24] = code * 0x11
@@ -101,7 +101,7 @@ def test_what_is_lost_where_a_weight_is_0(scale: int, code: int, back: tuple[int
 def test_the_kernel_has_the_bits_of_the_torch_code(
     sizes: list[int], columns: int, tile: int, dtype: torch.dtype
 ) -> None:
-    """Of each part of a layer."""
+    """Check each part of a layer."""
     pytest.importorskip("triton")
     from qerl_lab.formats.unpack_kernels import dequantize_tiles
 
@@ -117,7 +117,7 @@ if not INTERPRETED:
 
 
 def outcome(layer: PackedLinear, x: Tensor) -> list[Tensor]:
-    """Output, and the gradient of the input."""
+    """Return the output, and the gradient of the input."""
     x = x.detach().requires_grad_()
     y = layer(x)
     y.float().square().sum().backward()
@@ -125,7 +125,7 @@ def outcome(layer: PackedLinear, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", list(BITS))
-def test_a_linear_computes_with_the_same_bits(dtype: torch.dtype) -> None:
+def test_a_linear_layer_gives_the_same_bits_from_tiles(dtype: torch.dtype) -> None:
     parts = [anything(rows, 192, E4M3) for rows in (192, 64)]
     held, forms = held_in_tiles(parts, 4)
     for packed, form in zip(parts, forms, strict=True):
@@ -143,7 +143,7 @@ def test_a_linear_computes_with_the_same_bits(dtype: torch.dtype) -> None:
     (Tiles(0, 64, 128), (64, 128)),  # a narrower weight
     (Tiles(0, 64, 192), (128, 192)),  # another layer
 ], ids=str)  # fmt: skip
-def test_rows_and_columns_that_are_not_there_are_not_read(form: Tiles, shape: tuple[int, int]) -> None:
+def test_rows_and_columns_outside_of_the_tiles_are_refused(form: Tiles, shape: tuple[int, int]) -> None:
     held, _ = held_in_tiles([anything(256, 192)], 2)
     with pytest.raises(AssertionError, match=r"Tiles\("):
         form.decoder(held, shape)

@@ -1,4 +1,4 @@
-"""The error of quantized weights against a direct computation in float64, and which weights are compared."""
+"""The error of quantized weights against a direct computation in float64."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ def made(weight_format, seed: int = 0) -> tuple[Tensor, Tensor]:
     return weight, weight_format.dequantize(weight_format.quantize(weight), (64, 128), torch.float32)
 
 
-def test_squares_are_summed_in_float64_and_no_ratio_without_both_has_decibels() -> None:
+def test_squares_are_summed_in_float64_and_decibels_need_positive_finite_sums() -> None:
     assert weight_error.sum_of_squares(torch.tensor([1e25])) == pytest.approx(1e50)
     assert weight_error.decibels(100.0, 1.0) == pytest.approx(20)
     assert [weight_error.decibels(*pair) for pair in ((1.0, 0.0), (1.0, math.inf), (0.0, 1.0))] == [None] * 3
@@ -38,7 +38,7 @@ def layer(weight_format: Format, weight: Tensor) -> PackedLinear:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=repr)
-def test_the_error_is_that_of_all_packed_layers_together_against_the_files(weight_format, tmp_path: Path) -> None:
+def test_the_error_is_over_all_packed_layers_against_the_files(weight_format, tmp_path: Path) -> None:
     (one, one_stored), (packed, other_stored) = made(weight_format), made(weight_format, 1)
     other = packed + 1e-4 * torch.randn(64, 128, generator=torch.Generator().manual_seed(9))  # as after calibration
     layers = {"one": layer(weight_format, one), "other": layer(weight_format, packed)}
@@ -49,7 +49,7 @@ def test_the_error_is_that_of_all_packed_layers_together_against_the_files(weigh
     assert found["sqnr_db"] == pytest.approx(10 * torch.log10(signal / whole).item())
 
 
-def test_without_an_error_there_are_no_decibels(tmp_path: Path) -> None:
+def test_an_error_of_zero_has_no_decibels(tmp_path: Path) -> None:
     _, stored = made(Nvfp4("max"))
     again = Nvfp4("max").quantize(stored)
     exact = Nvfp4("max").dequantize(again, (64, 128), torch.float32)
@@ -57,7 +57,7 @@ def test_without_an_error_there_are_no_decibels(tmp_path: Path) -> None:
     assert found == {"relative": 0, "sqnr_db": None}
 
 
-def test_scales_that_were_moved_between_layers_are_fitted_if_asked(tmp_path: Path) -> None:
+def test_scales_moved_between_layers_are_fitted_on_request(tmp_path: Path) -> None:
     weight, _ = made(Nvfp4("max"))
     scaled, dense = {"m": layer(Nvfp4("max"), weight * torch.linspace(1, 4, 128))}, write(tmp_path, m=weight)
     as_stored, fitted = (weight_error.of_layers(scaled, dense, fit_scales=fits)["relative"] for fits in (False, True))
