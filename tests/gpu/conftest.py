@@ -1,4 +1,4 @@
-"""The model of the tests of vLLM's engines."""
+"""The model for the tests of vLLM's engines."""
 
 from pathlib import Path
 

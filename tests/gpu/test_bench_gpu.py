@@ -18,7 +18,7 @@ def bench(tmp_path: Path, *words: str) -> tuple[dict, str]:
     return json.loads((tmp_path / "result.json").read_text()), done.stdout
 
 
-def test_train_step(tmp_path: Path) -> None:
+def test_bench_train_step_measures_memory_of_every_arm(tmp_path: Path) -> None:
     result, out = bench(
         tmp_path, "train_step", "model=qwen2.5-0.5b", "sequences=2", "length=128", "steps=1", "arms=[bf16,nvfp4,qlora]"
     )
@@ -30,7 +30,7 @@ def test_train_step(tmp_path: Path) -> None:
 
 
 @NEEDS_VLLM
-def test_rollout(tmp_path: Path) -> None:
+def test_bench_rollout_measures_every_arm_and_batch(tmp_path: Path) -> None:
     arms = ["bf16_stock", "qlora_stock", "nvfp4_stock", "bf16", "nvfp4", "mxfp4", "nf4"]
     result, out = bench(
         tmp_path, "rollout", "model=qwen2.5-0.5b", f"arms=[{','.join(arms)}]", "batches=[1,4]", "prompt=64", "new=32",
@@ -48,7 +48,7 @@ def test_rollout(tmp_path: Path) -> None:
 
 
 @NEEDS_VLLM
-def test_step(tmp_path: Path) -> None:
+def test_bench_step_measures_memory_of_every_arm(tmp_path: Path) -> None:
     result, out = bench(
         tmp_path, "step", "model=qwen2.5-0.5b", "arms=[bf16_trl,qlora_trl,bf16,nvfp4]", "groups=2", "group_size=4",
         "prompt=64", "new=32", "micro_batch=4", "steps=1",

@@ -1,4 +1,4 @@
-"""Checkpoints on a GPU: loading stays small, packs the bits that a CPU packs, and vLLM computes the same with them."""
+"""Checkpoints on a GPU: loading needs little memory and packs the bits of a CPU; vLLM computes the same log-probs."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 FORMATS = ["nvfp4", "mxfp4", "nf4", "fp8", "bf16"]
-# One Linear beside the head is left dense, by its full name: both engines must find it.
+# One Linear besides the head stays dense. It is given by its full name, and both engines must find it.
 IGNORE = ["lm_head", "model.layers.1.mlp.down_proj"]
 # Nats per token between two engines that order their bfloat16 sums differently. On the same model, bfloat16 and float32
 # differ by 0.006 in the mean and 0.025 at most; quantizing it, to any of the formats, changes 0.2 in the mean.
@@ -35,7 +35,7 @@ BAND_MEAN, BAND_MAX = 0.02, 0.12
 
 
 def random_model(seed: int = 0, **shape: Any) -> Qwen2ForCausalLM:
-    """Random bfloat16 weights whose logits spread with a standard deviation of 0.7."""
+    """Return a model with random bfloat16 weights. Its logits have a standard deviation of 0.7."""
     config = Qwen2Config(num_attention_heads=8, num_key_value_heads=2, initializer_range=0.03, eos_token_id=2, **shape)
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(config).to(torch.bfloat16)
@@ -56,14 +56,14 @@ def load(
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve layers of the proportions of Qwen2.5-7B: packed they are a third of the dense size."""
+    """Write twelve layers with the proportions of Qwen2.5-7B. Packed they have a third of the dense size."""
     model = random_model(vocab_size=1024, hidden_size=1024, intermediate_size=5376, num_hidden_layers=12)
     return write_dense(tmp_path_factory.mktemp("dense"), model)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_gpu_memory_stays_below_the_packed_size_and_one_layer(dense: Path, name: str) -> None:
-    load(dense, BY_NAME[name], GPU)  # what libraries allocate once
+def test_gpu_memory_stays_below_the_packed_size_plus_one_layer(dense: Path, name: str) -> None:
+    load(dense, BY_NAME[name], GPU)  # libraries allocate some memory once
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -95,7 +95,7 @@ def test_a_gpu_in_bfloat16_packs_the_bits_that_a_cpu_in_float32_packs(dense: Pat
 
 
 def packed_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """By their names in a checkpoint, on the CPU; under BF16 the weights in bfloat16."""
+    """Return packed tensors on the CPU by their names in a checkpoint; under BF16 the weights in bfloat16."""
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -110,7 +110,7 @@ def packed_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def own_logprobs(folder: Path, name: str, prompts: list[list[int]]) -> Tensor:
-    """Of each prompt's tokens but the first, `[prompts, tokens - 1]`."""
+    """Return log-probs of each prompt's tokens except the first, `[prompts, tokens - 1]`."""
     ids = torch.tensor(prompts, device=GPU)
     with torch.no_grad():
         logprobs = load(folder, BY_NAME[name], GPU)(ids).logits.float().log_softmax(-1)
@@ -119,7 +119,7 @@ def own_logprobs(folder: Path, name: str, prompts: list[list[int]]) -> Tensor:
 
 def vllm_logprobs(folder: Path, prompts: list[list[int]], scratch: Path) -> Tensor:
     asked, out = scratch / "job.json", scratch / "logprobs.json"
-    # The cache is fixed, so that vLLM need not measure memory that others use too.
+    # The size of the cache is fixed, so that vLLM does not measure memory, which other processes use too.
     how = {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**29}
     asked.write_text(json.dumps({"prompts": prompts, "models": [[str(folder), None]], "vllm": how}))
     command = [sys.executable, load_elsewhere.__file__, "vllm", str(asked), str(out)]
@@ -147,6 +147,6 @@ def test_vllm_computes_the_same_from_the_same_directory(tmp_path: Path, name: st
         f"{where[1] + 1} (ours {ours[where]:.4f}, vLLM's {theirs[where]:.4f})"
     )
     print(said)
-    assert ours.std() > 0.5, "log-probabilities that say nothing"
+    assert ours.std() > 0.5, "the log-probabilities hardly vary"
     assert gap.mean() <= BAND_MEAN, said
     assert gap.max() <= BAND_MAX, said

@@ -1,4 +1,4 @@
-"""On a GPU, which works on after a call has returned, a step's seconds and those of a sync hold what they started."""
+"""Seconds of a step and of a sync include the work that the GPU still does after the last call has returned."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Delay(TrainerCallback):
-    """Keeps the GPU busy after each optimizer update, and after each sync, without waiting for it."""
+    """Keep the GPU busy after each optimizer update, and after each sync, without waiting for it."""
 
     def __init__(self) -> None:
         self.spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {"update": [], "sync": []}
@@ -33,7 +33,7 @@ class Delay(TrainerCallback):
         return [start.elapsed_time(end) / 1000 for start, end in self.spans[after]]
 
 
-def test_seconds_hold_what_the_gpu_does_after_the_last_call(tiny, build_policy, tmp_path: Path) -> None:
+def test_seconds_include_the_work_of_the_gpu_after_the_last_call(tiny, build_policy, tmp_path: Path) -> None:
     assert torch.cuda.device_count() == 1, "TRL refuses several GPUs in one process: type CUDA_VISIBLE_DEVICES=0"
     cfg = tiny(device="cuda", steps=3)
     policy, delay = build_policy(cfg), Delay()

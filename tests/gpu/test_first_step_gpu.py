@@ -1,7 +1,7 @@
-"""The first step of a run as large as SmolLM2's, in every format: no token is far off between sampler and trainer.
+"""Sampler and trainer agree at every token in the first step of a run with SmolLM2's widths, in every format.
 
-Seen on an H200: NVFP4 on SmolLM2-135M, whose engine agrees with the policy's modules to 0.03 nats, had 0.12 nats in the
-mean of a training step and 31 at a token, where BF16 had 0.02 and 0.6. The cause is not known yet.
+Seen on an H200 with SmolLM2-135M: a training step in NVFP4 had a gap of 0.12 nats in the mean and 31 at one token, in
+BF16 0.02 and 0.6. The NVFP4 engine agreed with the policy's modules to 0.03 nats. The cause is not known yet.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from vllm_engines import NEEDS_VLLM
 pytestmark = pytest.mark.gpu
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "fp8", "bf16"]
-# Nats at a token of a step; adapters of these tests are larger than those of a run's first.
+# Nats per token of a step. The adapters are larger here than in the first step of a run.
 BAND_MEAN, BAND_MAX = 0.06, 2.0
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M's widths, which no power of two above 64 divides, and its tied head; a fifth of its layers."""
+    """Write a model with SmolLM2-135M's widths (no multiples of 128), its tied head, and a fifth of its layers."""
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9,
         num_key_value_heads=3, initializer_range=0.06, tie_word_embeddings=True, eos_token_id=2, bos_token_id=1,
@@ -45,13 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     *(pytest.param("vllm", name, "auto", marks=NEEDS_VLLM) for name in ("nvfp4", "fp8")),
     ("transformers", "bf16", "full"), pytest.param("vllm", "bf16", "full", marks=NEEDS_VLLM),
 ])  # fmt: skip
-def test_no_token_of_a_step_is_far_off(
+def test_sampler_and_trainer_agree_at_every_token_of_a_step(
     engine: str, name: str, backend: str, folder: Path, tiny: Callable[..., Any], build_policy: Callable[..., Any],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """In two steps of all weights (`full`) the second is of updated ones, at a rate that shows a missed sync.
+    """All weights (`full`) are trained for two steps, at a rate at which the second step shows a missed sync.
 
-    A Humming with a data race is skipped: beside other runs on the GPU its gap is above the band (docs/running.md).
+    Humming with a data race is skipped: beside other runs on the GPU its gap is above the band (docs/running.md).
     """
     is_humming = backend == "humming" or (engine, name, backend) == ("vllm", "fp8", "vllm")
     if is_humming and humming_races():
@@ -73,6 +73,9 @@ def test_no_token_of_a_step_is_far_off(
     finally:
         sampler.close()
     said = {key: value for key, value in metrics.items() if key.startswith("sampler/")}
-    for kind in ("kernel", "logprob"):  # of a few completions by the probe, and of the training's own forward pass
+    for kind in (
+        "kernel",
+        "logprob",
+    ):  # measured by the probe on a few completions, and in the forward pass of the training
         assert metrics[f"sampler/{kind}_gap_mean"] < BAND_MEAN, said
         assert metrics[f"sampler/{kind}_gap_max"] < BAND_MAX, said

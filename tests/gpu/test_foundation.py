@@ -1,4 +1,4 @@
-"""The foundation on a GPU: norms of a bf16 model hold the noise asked, runs train."""
+"""On a GPU the norms of a bf16 model hold the requested noise, and the command trains."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def real_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights in the architecture of Qwen2.5-0.5B, with the pocket policy's tokenizer."""
+    """Write random weights in the architecture of Qwen2.5-0.5B, with the pocket policy's tokenizer."""
     config = Qwen2Config(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2,
@@ -31,7 +31,7 @@ def real_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sigma", [1e-2, 1e-3, 1e-4])
-def test_the_norms_of_a_bf16_model_hold_the_noise_asked(real_shape: Path, sigma: float) -> None:
+def test_the_norms_of_a_bf16_model_hold_the_requested_noise(real_shape: Path, sigma: float) -> None:
     cfg = RunConfig()
     cfg.model.path = str(real_shape)
     built = policy.build(cfg, torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""FP8 in vLLM: the scheme and kernel that each kind of activations gets, and how far it is from the trainer."""
+"""FP8 in vLLM: the scheme and kernel for each kind of activations, and the gap to the trainer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, NEEDS_VLLM]
 
 
 def computed_by(model: nn.Module) -> set[tuple[str, str, bool]]:
-    """Names of scheme and kernel of the layers that vLLM packed, and whether many rows take the policy's layers."""
+    """Return scheme and kernel of the layers that vLLM packed, and whether many rows use the policy's layers."""
     found = set()
     for layer in model.modules():
         if (scheme := getattr(layer, "scheme", None)) is not None:
@@ -30,7 +30,7 @@ def computed_by(model: nn.Module) -> set[tuple[str, str, bool]]:
     ("fp8", "CompressedTensorsW8A8Fp8", ["CutlassFP8ScaledMMLinearKernel", "FlashInferFP8ScaledMMLinearKernel"], False,
      5 * BAND_MEAN),
 ])  # fmt: skip
-def test_activations_get_their_scheme(
+def test_each_kind_of_activations_gets_its_scheme_and_kernel(
     folder: Path, tiny: Callable[..., RunConfig], build_policy, activations: str, scheme: str, kernels: list[str],
     unpacks: bool, band: float,
 ) -> None:  # fmt: skip

@@ -28,8 +28,8 @@ def rounded(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rows", [1, 17, 192, 600, 4096])
 @pytest.mark.parametrize("is_biased", [True, False])
-def test_the_product_is_of_rounded_rows_and_the_adapter_s_of_the_rows_themselves(rows: int, is_biased: bool) -> None:
-    """Against float64. vLLM's scale of a row is float32 and the lab's is bfloat16, which moves some of the values."""
+def test_the_base_product_takes_rounded_rows_and_the_adapter_product_exact_rows(rows: int, is_biased: bool) -> None:
+    """Compare with float64. vLLM's scale of a row is float32, the lab's is bfloat16, and some values differ by that."""
     from qerl_lab.rollout.vllm.product import fp8_product
 
     generator = torch.Generator("cuda").manual_seed(rows)
@@ -55,14 +55,14 @@ def test_the_product_is_of_rounded_rows_and_the_adapter_s_of_the_rows_themselves
 @pytest.mark.parametrize(
     ("weight_format", "way", "share"), [("nvfp4", "fp4_tiles+dense_rows+dense_fp8", 0.85), ("fp8", "activations", 1.2)]
 )
-def test_the_sampler_rounds_and_is_nearer_to_a_trainer_with_the_copy_s_weights(
+def test_the_gap_to_a_trainer_that_rounds_too_is_within_its_share(
     tiny: Callable[..., RunConfig], build_policy, folder: Path, monkeypatch: pytest.MonkeyPatch, weight_format: str,
     way: str, share: float,
 ) -> None:  # fmt: skip
     """The gap to a trainer that rounds weights and inputs too is at most `share` of the gap to the trainer.
 
-    Measured on an H200: 0.213 and 0.146 nats for NVFP4 with the copy, 0.146 and 0.148 for W8A8, 0.03 without FP8. What
-    rounding inputs adds does not cancel: a small difference moves an input to the next value of FP8, in every layer.
+    Measured on an H200: 0.213 and 0.146 nats for NVFP4 with the copy, 0.146 and 0.148 for W8A8, 0.03 without FP8. The
+    error of rounding inputs does not cancel: in every layer a small difference moves an input to the next FP8 value.
     """
     cfg = config(tiny, folder, weight_format, way, rollout__vllm__kv_cache_gib=1.0)
     policy = build_policy(cfg)

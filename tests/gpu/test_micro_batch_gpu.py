@@ -1,4 +1,4 @@
-"""A run beside a process that holds most of the card: it chooses a smaller micro-batch, and ends."""
+"""A run beside a process that holds most of the GPU memory chooses a smaller micro-batch, and completes."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from qerl_lab.config.units import GIB
 
 pytestmark = pytest.mark.gpu
 
-LEFT = 3 * GIB  # for the run beside; CUDA itself takes about half a GiB of it, and 512 completions take about 4 GiB
+LEFT = 3 * GIB  # for the run; CUDA itself takes about half a GiB of it. 512 completions would take about 4 GiB
 WORDS = (
     "+experiment=nvfp4", "scale=pocket", "device=cuda", "steps=2", "optim.micro_batch_size=null",
     "rollout.prompts_per_step=64", "rollout.group_size=8", "rollout.max_completion_tokens=192",
@@ -47,7 +47,7 @@ except torch.OutOfMemoryError:
 
 @contextmanager
 def mostly_taken() -> Iterator[None]:
-    """Another process holds all of the card's memory but `LEFT`."""
+    """Let another process hold all GPU memory except `LEFT` during the block."""
     command = [sys.executable, "-c", HOLD, str(LEFT)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
@@ -58,7 +58,7 @@ def mostly_taken() -> Iterator[None]:
 
 
 def chosen(folder: Path, *words: str) -> int:
-    """The micro-batch size of a run that has trained all its steps."""
+    """Run all steps; return the micro-batch size that the run chose."""
     ran = run_module("qerl_lab", *WORDS, *words, "run_dir=run", cwd=folder, timeout=500)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     done = json.loads((folder / "run" / "DONE").read_text())
@@ -69,7 +69,7 @@ def chosen(folder: Path, *words: str) -> int:
     return size
 
 
-def test_it_takes_less_beside_another_process_and_all_if_it_is_alone(tmp_path: Path) -> None:
+def test_a_run_takes_a_smaller_micro_batch_beside_another_process(tmp_path: Path) -> None:
     if torch.cuda.mem_get_info()[0] < 12 * GIB:
         pytest.skip("needs 12 GiB that are free")
     (tmp_path / "alone").mkdir()
@@ -79,8 +79,8 @@ def test_it_takes_less_beside_another_process_and_all_if_it_is_alone(tmp_path: P
         assert 16 <= chosen(tmp_path / "beside") <= 256
 
 
-def test_a_job_that_shares_the_card_can_take_its_part_and_no_more() -> None:
-    """In a process of its own, because the limit stays."""
+def test_a_job_that_shares_the_gpu_can_allocate_its_part_and_no_more() -> None:
+    """The limit stays until its process ends, so the job has a process of its own."""
     if torch.cuda.mem_get_info()[0] < 6 * GIB:
         pytest.skip("needs 6 GiB that are free")
     ran = subprocess.run([sys.executable, "-c", IN_A_PART], capture_output=True, text=True, timeout=300)

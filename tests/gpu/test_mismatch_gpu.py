@@ -1,4 +1,4 @@
-"""Correction and mismatch on a GPU, in bfloat16: the one forward against TRL's two, and kernels apart from noise."""
+"""Correction and mismatch on a GPU in bfloat16: one forward pass against TRL's two, and the gap of the kernels."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,10 +22,10 @@ NOISE = {"aqn__schedule": "linear", "aqn__reading": "equation", "aqn__stages": 2
 
 @pytest.mark.parametrize(("packing", "rows"), [("off", 16), ("on", 4)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_gradients_are_those_of_trls_correction(
+def test_gradients_equal_those_with_trls_correction(
     name: str, packing: str, rows: int, tiny, build_policy, tmp_path: Path
 ) -> None:
-    """Log-probs of two forwards differ by the order of bfloat16's sums, and the weights with them."""
+    """Log-probs of two forward passes differ by the order of bfloat16 sums, and so do the importance weights."""
     cfg: RunConfig = tiny(**SMALL, format__name=name, optim__packing=packing)
     found, expected = [], []
     for is_old, gradients in ((False, found), (True, expected)):
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_trls_correction(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
-def test_noise_parts_sampler_and_trainer_and_leaves_the_kernels_gap(
+def test_noise_raises_the_logprob_gap_and_leaves_the_kernel_gap(
     engine: str, name: str, tiny, build_policy: Callable[..., Any], tmp_path: Path
 ) -> None:
     cfg: RunConfig = tiny(**SMALL, **NOISE, format__name=name, rollout__engine=engine, aqn__probe_prompts=16)

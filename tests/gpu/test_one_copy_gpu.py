@@ -1,6 +1,6 @@
-"""One copy of the base for vLLM and the trainer: vLLM's own tensors unpack to the same bits, and the memory is there.
+"""One copy of the base for vLLM and the trainer: vLLM's own tensors unpack to the same bits, and memory is saved.
 
-tests/gpu/test_vllm_engine.py holds the engine over a shared base to what it holds every other to.
+tests/gpu/test_vllm_engine.py tests the engine over a shared base like every other engine.
 """
 
 import gc
@@ -44,8 +44,8 @@ def packed_by_vllm(packed: dict[str, Tensor]) -> nn.Module:
 
 @pytest.mark.parametrize("shape", [(64, 128), (128, 64), (4608, 3584), (3584, 18944), (576, 1536)])
 @pytest.mark.parametrize("top", [448.0, 20.0])
-def test_the_tensors_that_vllm_packs_unpack_to_every_bit(shape: tuple[int, int], top: float) -> None:
-    """With scales that Marlin keeps; `top` is the largest of them."""
+def test_tensors_packed_by_vllm_unpack_to_the_same_bits(shape: tuple[int, int], top: float) -> None:
+    """All scales are ones that Marlin keeps; `top` is the largest."""
     torch.manual_seed(0)
     packed = NVFP4.quantize(torch.randn(shape, device="cuda"), global_scale=torch.tensor([top], device="cuda"))
     packed["weight_scale"] = (2.0**-6 + (top - 2.0**-6) * torch.rand_like(packed["weight_scale"].float())).to(
@@ -62,8 +62,8 @@ def test_the_tensors_that_vllm_packs_unpack_to_every_bit(shape: tuple[int, int],
 
 
 @pytest.mark.parametrize("name", ["marlin", "tiles"])
-def test_unpacking_a_part_of_a_layer_allocates_the_result_alone(name: str) -> None:
-    """Of gate and up of Qwen2.5-7B, one layer of vLLM's. Of tiles' 296 blocks of rows up begins within one of five."""
+def test_unpacking_a_part_of_a_layer_allocates_only_the_result(name: str) -> None:
+    """The layer is gate and up of Qwen2.5-7B, of 296 blocks of rows each. A tile has five, so up begins within one."""
     rows, columns = 18944, 3584
     packed = NVFP4.quantize(torch.randn((2 * rows, columns), device="cuda"))
     if name == "marlin":
@@ -90,7 +90,7 @@ def test_unpacking_a_part_of_a_layer_allocates_the_result_alone(name: str) -> No
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """98 million weights in layers that are packed."""
+    """Write a model with 98 million weights in packed layers."""
     return write_random(
         tmp_path_factory.mktemp("dense"), hidden_size=1536, intermediate_size=4096, num_attention_heads=12,
         initializer_range=0.03,
@@ -111,19 +111,19 @@ def configure(folder: Path, tiny: Callable[..., RunConfig]) -> Callable[..., Run
 
 
 def asked_for() -> int:
-    """Bytes of all tensors on the GPU: a block of memory may be up to a megabyte larger than its tensor."""
+    """Return the bytes of all tensors on the GPU. A block of memory may be up to a megabyte larger than its tensor."""
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 def step(learner: Policy) -> list[Tensor]:
-    """Loss, and the adapter after one update on a batch that is always the same."""
+    """Return loss and adapter after one update on a fixed batch; restore the adapter."""
     weights = [parameter for parameter in learner.model.parameters() if parameter.requires_grad]
     before = [weight.detach().clone() for weight in weights]
     optimizer = torch.optim.AdamW(weights, lr=1e-3)
     ids = torch.arange(3, 1003, device="cuda").view(8, 125)
-    with sdpa_kernel(SDPBackend.MATH):  # whose sums are always in one order
+    with sdpa_kernel(SDPBackend.MATH):  # it sums in a fixed order
         loss = learner.model(input_ids=ids, labels=ids).loss
         loss.backward()
     optimizer.step()
@@ -146,7 +146,7 @@ def sample(engine: Engine) -> int:
 def test_a_step_over_a_shared_base_has_the_same_bits(
     configure: Callable, build_policy: Callable, lora: str, backend: str
 ) -> None:
-    """And over that of an engine that was built again."""
+    """Also after the engine is closed, and with a second engine."""
     cfg = configure(True, lora, backend)
     learner = build_policy(cfg)
     expected = step(learner)
@@ -158,7 +158,7 @@ def test_a_step_over_a_shared_base_has_the_same_bits(
     assert sample(engine) > 0
     assert same(step(learner), expected)
     engine.close()
-    assert same(step(learner), expected)  # what it reads lives on
+    assert same(step(learner), expected)  # the weights outlive the engine
     engine = rollout.build(cfg, learner)
     assert sample(engine) > 0
     assert same(step(learner), expected)
@@ -168,7 +168,7 @@ def test_a_step_over_a_shared_base_has_the_same_bits(
 @pytest.mark.parametrize("backend", ["marlin", "fp4_tiles"])
 def test_the_base_is_in_memory_once(configure: Callable, backend: str) -> None:
     used, owned = [], []
-    for share in (False, False, True):  # the first engine of a process also allocates what lives on: workspaces
+    for share in (False, False, True):  # the first engine of a process also allocates workspaces, which stay
         cfg, before = configure(share, backend=backend), asked_for()
         learner = policy.build(cfg, torch.device("cuda"))
         size = sum(layer.packed_bytes() for layer in packed_layers(learner.base).values())

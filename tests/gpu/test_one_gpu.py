@@ -1,4 +1,4 @@
-"""Of several GPUs a run takes one and says which; one that MPS shares is known."""
+"""A run takes one of several GPUs and prints which. A GPU that MPS shares is detected."""
 
 import json
 import os
@@ -35,8 +35,8 @@ def test_the_first_visible_gpu_alone_trains(tmp_path: Path, visible: str | None,
 
 
 @pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs NVIDIA's MPS")
-def test_the_driver_says_whether_mps_shares_the_gpu(tmp_path: Path) -> None:
-    """Where it does, `fp4_tiles` is not taken: launches of two processes would wait for each other's blocks."""
+def test_a_gpu_shared_by_mps_is_detected(tmp_path: Path) -> None:
+    """Under MPS `fp4_tiles` is not taken, because launches of two processes would wait for each other's blocks."""
     ask = "from qerl_lab.rollout.vllm import fp4_tiles; print(fp4_tiles.shared_by_mps())"
     command = [sys.executable, "-c", f"import torch; torch.zeros(1, device='cuda'); {ask}"]
 

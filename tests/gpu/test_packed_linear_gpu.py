@@ -1,4 +1,4 @@
-"""The packed Linear and LoRA on it on a GPU: the numbers of the CPU, Linears compiled too, and nothing dense kept."""
+"""The packed Linear, with and without LoRA, gives the numbers of the CPU on a GPU, and keeps no dense weight."""
 
 import copy
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def inputs() -> list[Tensor]:
 @each_packed
 @pytest.mark.parametrize("lora", [False, True], ids=["linear", "lora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_numbers_of_the_cpu(weight_format: Format, lora: bool, dtype: torch.dtype) -> None:
+def test_output_and_gradients_equal_the_cpu(weight_format: Format, lora: bool, dtype: torch.dtype) -> None:
     on_cpu = layer(weight_format, dtype, lora)
     on_gpu = copy.deepcopy(on_cpu).cuda()
     exact = dtype is torch.float32
@@ -59,12 +59,12 @@ def test_numbers_of_the_cpu(weight_format: Format, lora: bool, dtype: torch.dtyp
 
 
 @each_packed
-def test_unpacked_bits_are_those_of_the_cpu(weight_format: Format) -> None:
+def test_unpacked_bits_equal_the_cpu(weight_format: Format) -> None:
     on_cpu = layer(weight_format, torch.float32, False)
     on_gpu = copy.deepcopy(on_cpu).cuda()
     for dtype in (torch.float32, torch.bfloat16):
         own, other = on_gpu.unpack(dtype).cpu(), on_cpu.unpack(dtype)
-        if weight_format.NAME == "nf4":  # bitsandbytes' own kernels: one rounding of a bfloat16 apart, here and there
+        if weight_format.NAME == "nf4":  # kernels of bitsandbytes: some values differ by one rounding of bfloat16
             torch.testing.assert_close(own, other, rtol=2**-8, atol=1e-6)
         else:
             assert torch.equal(own, other)
@@ -72,9 +72,9 @@ def test_unpacked_bits_are_those_of_the_cpu(weight_format: Format) -> None:
 
 @each_packed
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-def test_compiled_by_inductor(weight_format: Format, autocast: bool) -> None:
-    """Without an adapter: torch 2.11 compiles the product that adds in place to wrong gradients."""
-    torch._dynamo.reset()  # all parameters compile the same code objects, of which Dynamo keeps eight versions
+def test_a_linear_compiled_by_inductor_gives_the_same_numbers(weight_format: Format, autocast: bool) -> None:
+    """There is no adapter, because torch 2.11 compiles the product that adds in place to wrong gradients."""
+    torch._dynamo.reset()  # all cases compile the same code objects; Dynamo keeps eight versions of each
     module = layer(weight_format, torch.bfloat16, lora=False).cuda()
     compiled = torch.compile(module, fullgraph=True)
     x = torch.randn(64, K, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -89,7 +89,7 @@ def test_nothing_dense_is_kept_and_checkpointing_changes_nothing(weight_format: 
     big = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="cuda")
     module = layer(weight_format, torch.bfloat16, lora, big).cuda()
     x = torch.randn(16, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    expected = gradients(module, x)  # allocates what the libraries keep
+    expected = gradients(module, x)  # the libraries allocate workspaces, which they keep
     del expected
     before = torch.cuda.memory_allocated()
     y = module(x)
@@ -102,7 +102,7 @@ def test_nothing_dense_is_kept_and_checkpointing_changes_nothing(weight_format: 
     assert torch.equal(plain[1], again[1])
 
 
-def test_one_call_launches_no_copy_to_the_host() -> None:
+def test_forward_and_backward_do_not_wait_for_the_gpu() -> None:
     """A synchronization in every layer would stall training; torch raises on one here."""
     modules = [layer(weight_format, torch.bfloat16, True).cuda() for weight_format in PACKED]
     x = torch.randn(64, K, dtype=torch.bfloat16, device="cuda", requires_grad=True)

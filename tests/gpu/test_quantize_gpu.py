@@ -1,4 +1,4 @@
-"""The quantize command on a GPU writes what it writes on a CPU."""
+"""The quantize command writes the same bytes on a GPU as on a CPU."""
 
 import json
 from pathlib import Path

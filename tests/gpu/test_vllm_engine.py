@@ -1,4 +1,4 @@
-"""vLLM's engine in every format: near the trainer, led by adapter and noise, over a base that never moves."""
+"""vLLM's engine in every format: near the trainer, following adapter and noise, over a base that never changes."""
 
 import gc
 import hashlib
@@ -38,7 +38,7 @@ class Built:
     bytes_before: int
 
     def sample(self, sampling: Sampling = SAMPLING, group_size: int | None = None) -> Rollout:
-        """64 completions."""
+        """Sample `group_size` completions of each prompt, 4 by default."""
         return self.engine.generate(self.prompts, group_size or 4, sampling)
 
 
@@ -69,7 +69,7 @@ def built(request, folder: Path, tiny: Callable[..., RunConfig], build_policy) -
 
 
 def held_bytes() -> int:
-    """What torch holds of the GPU in this process: others may use it too."""
+    """Return the GPU memory that torch holds in this process. Other processes may use the GPU too."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
@@ -93,13 +93,13 @@ def test_sampler_and_trainer_agree_on_the_same_norms(built: Built, noise: Noise)
         f"{ratio.sum().square() / (len(ratio) * ratio.square().sum()):.5f}"
     )
     print(said)
-    assert told(out).std() > 0.5, "log-probabilities that say nothing"
+    assert told(out).std() > 0.5, "the log-probabilities hardly vary"
     assert log_ratio.abs().mean() < BAND_MEAN, said
     assert log_ratio.abs().max() < BAND_MAX, said
 
 
 def test_log_probs_follow_trained_weights_and_noise_and_return(built: Built) -> None:
-    """Under CUDA graphs, which read weights where they were when they were captured."""
+    """CUDA graphs read weights at the addresses of the time of their capture."""
     policy, trained = built.policy, "down_proj.weight" if built.way == "full" else "lora_B"
     weights = [parameter for name, parameter in policy.model.named_parameters() if trained in name]
     built.engine.sync(NOISE)
@@ -122,7 +122,7 @@ def test_log_probs_follow_trained_weights_and_noise_and_return(built: Built) -> 
     assert trainer_gap(built.policy, built.sample(), clean_norms(policy)).mean() < BAND_MEAN
 
 
-def test_the_noise_is_that_of_the_step_and_never_accumulates(built: Built) -> None:
+def test_the_engine_holds_the_noise_of_the_step_alone(built: Built) -> None:
     for step in range(1, 11):
         noise = Noise(0.02, seed=3, step=step)
         built.engine.sync(noise)
@@ -134,11 +134,11 @@ def test_the_noise_is_that_of_the_step_and_never_accumulates(built: Built) -> No
 
 
 @pytest.mark.parametrize("sigma", [1e-4, 1e-3])
-def test_the_noise_held_is_the_noise_asked_and_reaches_the_log_probs(built: Built, sigma: float) -> None:
-    """Far below bfloat16's steps of 0.0078 at 1: in vLLM's own modules, and in what its CUDA graphs compute."""
+def test_small_noise_is_held_and_reaches_the_log_probs(built: Built, sigma: float) -> None:
+    """Sigma is far below the bfloat16 step of 0.0078 at 1. vLLM's modules hold it, and CUDA graphs compute with it."""
 
     def first_logprobs(noise: Noise) -> Tensor:
-        """Of the likeliest first token of each prompt, by the same prompts and kernels."""
+        """Return the log-prob of the likeliest first token of each prompt, from the same prompts and kernels."""
         built.engine.sync(noise)
         out = built.sample(Sampling(1, seed=1, temperature=0), group_size=1)
         return torch.tensor([group[0].logprobs[0] for group in out.completions_P_G])
@@ -152,13 +152,13 @@ def test_the_noise_held_is_the_noise_asked_and_reaches_the_log_probs(built: Buil
           f"log-probs moved by {(noisy - clean).abs().mean():.2g} nats")  # fmt: skip
     again = first_logprobs(CLEAN)
     assert observed_std(built.engine.norms(), built.policy.clean_norms) == 0
-    if built.way != "request":  # there vLLM adds by atomics: two equal calls without noise differ
+    if built.way != "request":  # with "request" vLLM adds by atomics, so two equal calls differ
         assert torch.equal(again, clean)
         assert not torch.equal(noisy, clean)
 
 
 def base_hash(engine: object) -> str:
-    """Of everything that the engine holds but the noisy norms, the adapter, and by what `fp4_tiles`'s blocks meet."""
+    """Hash all tensors of the engine except the noisy norms, the adapter, and the counters of `fp4_tiles`."""
 
     def digest(model: nn.Module) -> str:
         hashed = hashlib.sha256()
@@ -172,7 +172,7 @@ def base_hash(engine: object) -> str:
     return engine.llm.apply_model(digest)[0]
 
 
-def test_the_base_never_moves(built: Built) -> None:
+def test_the_base_never_changes(built: Built) -> None:
     before = base_hash(built.engine)
     for step in range(1, 4):
         built.engine.sync(Noise(0.05, seed=0, step=step))
@@ -181,7 +181,7 @@ def test_the_base_never_moves(built: Built) -> None:
 
 
 def test_many_rows_go_through_unpacked_weights(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all four-bit formats with the dense adapter, but `dense_rows`. A prefill of 600 rows is in no CUDA graph."""
+    """Packed formats do so with the dense adapter and without `dense_rows`. No CUDA graph has a prefill of 600 rows."""
     from qerl_lab.rollout.vllm import one_adapter, product
 
     calls: list[int] = []
@@ -204,10 +204,8 @@ def test_many_rows_go_through_unpacked_weights(built: Built, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_it_draws_from_the_distribution_that_the_transformers_engine_draws_from(
-    built: Built, temperature: float
-) -> None:
-    """First tokens of one prompt, 4,096 by each engine: one table, rare tokens together."""
+def test_first_tokens_have_the_distribution_of_the_transformers_engine(built: Built, temperature: float) -> None:
+    """Each engine draws 4,096 first tokens of one prompt. Rare tokens are counted together."""
     prompts, how = [built.prompts[0]], Sampling(1, seed=5, temperature=temperature)
     built.engine.sync(CLEAN)
     engines = built.engine, TransformersEngine(built.policy, 1024)
@@ -220,24 +218,24 @@ def test_it_draws_from_the_distribution_that_the_transformers_engine_draws_from(
     assert chi2_contingency(table.numpy()).pvalue > 1e-4
 
 
-def test_prompts_are_drawn_apart_and_a_seed_again(built: Built) -> None:
+def test_completions_of_a_prompt_differ_and_a_seed_repeats_them(built: Built) -> None:
     built.engine.sync(CLEAN)
     state, python_state = torch.get_rng_state(), torch.cuda.get_rng_state()
     groups = ids_of(built.sample(group_size=8))
     assert all(len({tuple(ids) for ids in group}) == 8 for group in groups)
     first = [ids[0] for group in groups for ids in group]
     again = [ids[0] for group in ids_of(built.sample(group_size=8)) for ids in group]
-    assert sum(a == b for a, b in zip(first, again, strict=True)) >= 0.9 * len(first)  # but where bf16 sums differ
+    assert sum(a == b for a, b in zip(first, again, strict=True)) >= 0.9 * len(first)  # except where bf16 sums differ
     other = ids_of(built.sample(Sampling(64, seed=2), group_size=8))
     assert other != groups
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(torch.cuda.get_rng_state(), python_state)
 
 
-def test_it_gives_its_memory_back(built: Built) -> None:
-    """Last in this file: the other tests share the engine."""
-    held = torch.cuda.memory_allocated()  # not blocks of memory: its cache may lie in those of tests before it
+def test_a_closed_engine_frees_its_memory(built: Built) -> None:
+    """This test is the last in the file, because the other tests share the engine."""
+    held = torch.cuda.memory_allocated()  # tensors, not blocks: the cache may lie in blocks of earlier tests
     built.engine.close()
     gc.collect()
-    assert held - torch.cuda.memory_allocated() > 2**30  # its cache alone has so much
+    assert held - torch.cuda.memory_allocated() > 2**30  # the cache alone is larger
     assert held_bytes() - built.bytes_before < 300 * 2**20  # workspaces of cuBLAS stay with the process

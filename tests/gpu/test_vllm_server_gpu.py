@@ -1,4 +1,4 @@
-"""A real server on the GPU, in every format: packed by the command that its line names, near the trainer, led by it."""
+"""A real server on the GPU, in every format: started by the printed commands, near the trainer, led by its syncs."""
 
 from collections.abc import Callable
 from pathlib import Path

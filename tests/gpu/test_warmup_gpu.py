@@ -1,4 +1,4 @@
-"""Two warm-ups by one command make one model, on a GPU too."""
+"""On a GPU too, two warm-ups by one command give the same model."""
 
 import hashlib
 from pathlib import Path
