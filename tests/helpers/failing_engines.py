@@ -2,7 +2,7 @@
 
 `FAILING_ENGINES=PLAN` activates them in every Python process that has tests/helpers/failing_site on its path. A plan is
 a comma-separated list of failures `KIND@CALL` or `KIND@CALL@RANK`. CALL counts from 1 in each process: calls of `sync`
-for the kind "sync", of `close` for "close", else of `generate`.
+for the kind "sync", of `close` for "close", of `generate` for other kinds.
 """
 
 import math
@@ -84,7 +84,7 @@ class FailingEngine(TransformersEngine):
 
 
 def retold(out: Rollout, logprobs: Callable[[Completion], list[float]]) -> Rollout:
-    """The rollout with other log-probs of each completion."""
+    """Return the rollout with other log-probs of each completion."""
     groups = [[one._replace(logprobs=logprobs(one)) for one in group] for group in out.completions_P_G]
     return replace(out, completions_P_G=groups)
 

@@ -135,7 +135,7 @@ def running(fake: FakeVllm) -> Iterator[FakeVllm]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # else the body, a second write, waits 40 ms for an ACK
+        disable_nagle_algorithm = True  # otherwise the body, a second write, waits 40 ms for an ACK
 
         def setup(self) -> None:
             super().setup()

@@ -1,4 +1,4 @@
-"""Commands in processes that are forked, because starting Python anew takes ten seconds, and get a signal at a moment.
+"""Run commands in forked processes, because starting Python takes ten seconds, and signal them at a chosen moment.
 
 multiprocessing has one fork server per process and preloads only the last list given, so all modules are listed here.
 """
@@ -27,7 +27,7 @@ class Moment(NamedTuple):
     function: str
     call: int
     after: bool = False
-    number: int = signal.SIGKILL  # the signal
+    number: int = signal.SIGKILL  # of the signal
 
 
 def start(command: Callable[[], int], folder: Path, log: Path, *moment: Any) -> BaseProcess:

@@ -22,7 +22,7 @@ def write_gguf(
     rope_scaling: str = "",
     bias: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Write the file. Returns the dequantized float32 values of its tensors, by name in the file.
+    """Write the file; return the dequantized float32 values of its tensors, by name in the file.
 
     With fewer `layers` than LAYERS the tensors of the last ones are not in the file, as in the first part of a split
     file. `rope_scaling` is "llama3", which makes a tensor, or a type of llama.cpp, such as "yarn".

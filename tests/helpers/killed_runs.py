@@ -77,7 +77,7 @@ def check(run_dir: Path, reference: Reference) -> None:
 
 
 def check_mlflow(run_dir: Path, reference: Reference) -> None:
-    """Assert that MLflow has one finished run, and as the last value of each point that of metrics.jsonl."""
+    """Assert that MLflow has one finished run, and that its last value of each point equals metrics.jsonl."""
     uri = f"sqlite:///{run_dir.parent}/mlflow.db"
     assert [run.info.status for run in runs(uri)] == ["FINISHED"]
     points = latest(mirrored(uri))

@@ -1,4 +1,4 @@
-"""What many tests would make again: policies, and the drawn and tokenized questions of arithmetic."""
+"""Make policies and the drawn and tokenized questions of arithmetic once, for many tests."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def copies(build: Build) -> Build:
     known: dict[str, Policy] = {}
 
     def build_or_copy(cfg: RunConfig, device: torch.device) -> Policy:
-        if cfg.model.path != POCKET or cfg.trains_all:  # a copy would part the clean norms from those that are trained
+        if cfg.model.path != POCKET or cfg.trains_all:  # a copy would separate the clean norms from the trained ones
             return build(cfg, device)
         kind = str((cfg.model, cfg.format, cfg.lora, cfg.aqn.norms, cfg.seed, device))
         if kind not in known:

@@ -35,7 +35,7 @@ class NoAdapter:
 
 
 class PlayedLlm:
-    """What `VllmEngine` needs of vLLM's LLM, over a model."""
+    """The part of vLLM's LLM that `VllmEngine` uses, over a given model."""
 
     def __init__(self, model: nn.Module, kv_cache_memory_bytes: int = 0) -> None:
         self.model = model

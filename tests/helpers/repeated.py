@@ -1,4 +1,4 @@
-"""Compare what a repeated or resumed run must reproduce bit for bit."""
+"""Read the parts of a record that a repeated or resumed run must reproduce bit for bit."""
 
 from pathlib import Path
 

@@ -38,8 +38,8 @@ def distributions(
 ) -> list[Tensor]:
     """Return log-probs [tokens, vocabulary] in float64 of each completion, optionally with other norms.
 
-    Computes all sequences at once, without cache and mask, with dense weights: causal attention does not see what lies
-    to the right of a text. (transformers' norms use float32.)
+    Computes all sequences at once, without cache and mask, with dense weights: causal attention does not see the
+    padding to the right of a text. (transformers' norms use float32.)
     """
     model = copy.deepcopy(policy.model).eval()
     packed = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()

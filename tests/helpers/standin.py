@@ -1,7 +1,7 @@
 """A stand-in for a run's process without torch, to test how the command line handles its end.
 
-The run's seed selects its behaviour, in its first session or in all; seeds that have none are done, those from `SLOW`
-on after a second. It writes what it saw to RUN_DIR/seen.json, with the number of its sessions.
+The run's seed selects its behaviour, in its first session or in all. Runs with other seeds complete at once, or after a
+second from seed `SLOW` on. Each writes its environment and the files that it sees to RUN_DIR/seen.json.
 """
 
 import contextlib
