@@ -73,9 +73,6 @@ def test_sampler_and_trainer_agree_at_every_token_of_a_step(
     finally:
         sampler.close()
     said = {key: value for key, value in metrics.items() if key.startswith("sampler/")}
-    for kind in (
-        "kernel",
-        "logprob",
-    ):  # measured by the probe on a few completions, and in the forward pass of the training
+    for kind in ("kernel", "logprob"):  # by the probe on a few completions, and by the training's forward pass
         assert metrics[f"sampler/{kind}_gap_mean"] < BAND_MEAN, said
         assert metrics[f"sampler/{kind}_gap_max"] < BAND_MAX, said

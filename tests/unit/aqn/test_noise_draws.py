@@ -1,4 +1,4 @@
-"""The noise: what it is a function of, its size, that it is held as it was drawn, and that it never stays."""
+"""The noise: its draw from seed, step and name, its size, its measurement, and the norms that get it."""
 
 import pytest
 import torch
@@ -10,22 +10,22 @@ LAYER = "model.layers.0.input_layernorm"
 
 
 def drawn(sigma: float = 1.0, seed: int = 0, step: int = 1, layer: str = LAYER, n: int = 200_000) -> Tensor:
-    """The noise alone."""
+    """Draw the noise alone."""
     return onto(Noise(sigma, seed, step), torch.zeros(n), layer)
 
 
 def onto(noise: Noise, clean: Tensor, layer: str = LAYER) -> Tensor:
-    """One norm with the noise on it."""
+    """Return one norm with the noise on it."""
     return noise.onto_norms({layer: clean})[layer]
 
 
 def test_the_draw_is_the_same_in_every_process() -> None:
-    """It hangs on no hash of Python's and on no other draw, and resumed runs of other versions have it too."""
+    """It depends on no hash of Python and on no other draw. Runs resumed with other versions get it too."""
     torch.manual_seed(123)
     state = torch.get_rng_state()
     first = drawn(sigma=0.01, seed=3, step=17, n=1000)[:3].tolist()
     assert first == pytest.approx([0.018875772, -0.0040088333, -0.0250920597], rel=1e-5)
-    assert torch.equal(torch.get_rng_state(), state)  # nor does it disturb anybody else's draws
+    assert torch.equal(torch.get_rng_state(), state)  # other draws are not disturbed
 
 
 def test_the_noise_is_standard_normal_times_sigma() -> None:
@@ -37,7 +37,7 @@ def test_the_noise_is_standard_normal_times_sigma() -> None:
 
 
 @pytest.mark.parametrize("sigma", [1e-4, 1e-3, 1e-2])
-def test_the_noise_held_is_the_noise_asked_whatever_the_weight(sigma: float) -> None:
+def test_a_norm_of_any_size_holds_the_requested_noise(sigma: float) -> None:
     for weight in (0.25, 1.0, 8.0):
         clean = {LAYER: torch.full((50_000,), weight)}
         noisy = Noise(sigma, seed=0, step=1).onto_norms(clean)
@@ -45,8 +45,8 @@ def test_the_noise_held_is_the_noise_asked_whatever_the_weight(sigma: float) -> 
         assert observed_std(noisy, clean) == pytest.approx(sigma, rel=0.02)
 
 
-def test_the_observed_std_is_over_all_entries_of_what_is_held() -> None:
-    """Against float32 clean weights, whatever the dtype of an engine."""
+def test_the_observed_std_is_over_all_entries_of_all_norms() -> None:
+    """Clean weights are float32, and the norms of an engine may have any dtype."""
     clean = {"a.norm": torch.tensor([1.0, 2.0]), "b.norm": torch.tensor([3.0, 4.0, 5.0])}
     held = {"b.norm": torch.tensor([3.5, 4.0, 4.5]), "a.norm": torch.tensor([1.0, 5.0])}
     gaps = torch.tensor([0.0, 3.0, 0.5, 0.0, -0.5])
@@ -70,8 +70,8 @@ def test_relative_noise_is_the_same_share_of_every_norm() -> None:
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_norms_together_get_what_each_gets_alone(relative: bool) -> None:
-    """Of any shapes, by their names: a server's worker of a pipeline stage puts it onto its own norms alone."""
+def test_a_norm_gets_the_same_noise_alone_and_among_others(relative: bool) -> None:
+    """The noise depends on the name. A worker of a pipeline stage of a server adds it to its own norms only."""
     clean = {"a": torch.linspace(-2, 2, 100), "b": torch.ones(3, 5), "c": torch.tensor(0.5)}
     noise = Noise(0.1, seed=2, step=5, relative=relative)
     together = noise.onto_norms(clean)
@@ -83,7 +83,7 @@ def test_norms_together_get_what_each_gets_alone(relative: bool) -> None:
 
 
 def test_the_observed_std_of_relative_noise_is_its_sigma() -> None:
-    """It tells apart noise that is relative, noise that is not, and noise on one norm alone."""
+    """The measure differs between relative noise, absolute noise, and noise on only one norm."""
     clean = {"a.norm": torch.full((40_000,), 5.0), "b.norm": torch.full((40_000,), 0.2)}
 
     def seen(noisy: dict[str, Tensor]) -> float:
