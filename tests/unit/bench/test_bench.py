@@ -17,7 +17,7 @@ OPTIONS = bench_options.TrainStepOptions(sequences=4, length=10, steps=2, rank=4
 
 
 def test_micro_batches_give_the_gradient_of_the_whole_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "autocast", lambda *_: nullcontext())  # to float32
+    monkeypatch.setattr(torch, "autocast", lambda *_: nullcontext())  # so that all stays float32
     model = train_step.build(job(tmp_path, "nvfp4", OPTIONS), torch.device("cpu")).float()
     for parameter in model.parameters():  # B of a new adapter is zero, and so would be the gradient of A
         if parameter.requires_grad:
@@ -87,14 +87,16 @@ def test_ratios_of_steps_compare_equal_micro_batches() -> None:
         (["train_step"], "error: The benchmarks need an NVIDIA GPU"),
     ],
 )
-def test_messages_of_the_command(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_its_usage_or_what_is_wrong(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if words == ["train_step"] and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert command.main(words) == (2 if words else 0)
     assert message in "".join(capsys.readouterr())
 
 
-def test_a_benchmark_is_printed_row_by_row_and_kept(
+def test_a_benchmark_is_printed_row_by_row_and_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "require_gpu", lambda: None)

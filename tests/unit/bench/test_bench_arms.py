@@ -68,7 +68,7 @@ def test_a_scratch_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match=r"qwen2\.5-7b in nvfp4 take 8\.15 GiB\. Type scratch=DIR"):
         arm_processes.prepare(options)
     options.arms = ["nvfp4", "mxfp4"]
-    arm_processes.prepare(options)  # one after the other
+    arm_processes.prepare(options)  # one checkpoint at a time has room
 
 
 def test_a_checkpoint_that_cannot_be_written_is_refused_before_the_first_arm() -> None:
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_cannot_be_written_is_refused_before_the_first_arm() -
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What options of a small benchmark have in common. `ARCHITECTURES` is where `arm_processes` looks a model up."""
+    """Return the common options of small benchmarks. The name qwen2.5-0.5b stands for a tiny model."""
     monkeypatch.setitem(arm_processes.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     (tmp_path / "scratch").mkdir()
@@ -96,7 +96,7 @@ def plays(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     real = subprocess.Popen
 
     def start(words: list[str], **how: Any) -> subprocess.Popen[str]:
-        if words[0] != sys.executable:  # what the record of the environment asks
+        if words[0] != sys.executable:  # a command of the record of the environment
             return real(words, **how)
         assert words[:3] == [sys.executable, "-m", "qerl_lab.bench.one_arm"]
         return real([sys.executable, "-c", opening + script, *words[3:]], **how)
@@ -104,9 +104,7 @@ def plays(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(subprocess, "Popen", start)
 
 
-def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(
-    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arm_sees_only_the_gpus_that_it_takes(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     plays(monkeypatch, "write({'sees': os.environ['CUDA_VISIBLE_DEVICES'], 'is': os.environ.get('LOCAL_RANK')})")
@@ -121,7 +119,7 @@ def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(
         arm_processes.prepare(options)
 
 
-def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
+def test_each_arm_and_rank_has_its_own_process_checkpoint_and_adapter(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plays(
@@ -153,10 +151,10 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
     assert list(Path(small["scratch"]).iterdir()) == []
 
 
-def test_completions_of_a_mean_length_have_a_checkpoint_that_ends_them(
+def test_the_checkpoint_for_completions_of_a_mean_length_has_many_end_tokens(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tenth of the vocabulary of 300, and the end token that is never sampled."""
+    """They are a tenth of the vocabulary of 300, and the end token that is never sampled."""
     plays(
         monkeypatch,
         "config = json.loads(Path(job['scratch'], 'bf16', 'generation_config.json').read_text())\n"
@@ -166,10 +164,10 @@ def test_completions_of_a_mean_length_have_a_checkpoint_that_ends_them(
     assert row["ends"] == 31
 
 
-def test_an_arm_ends_with_the_first_of_its_processes_that_fails(
+def test_an_arm_ends_as_soon_as_one_of_its_processes_fails(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others would wait for it; its last lines tell why."""
+    """The others would wait for the failed process. Its last lines give the reason."""
     plays(monkeypatch, "if os.environ['LOCAL_RANK'] == '0': time.sleep(60)\nprint(*range(100), sep='\\n')\nsys.exit(3)")
     started = time.monotonic()
     (row,) = arm_processes.run(StepOptions(arms=["bf16 device=cpu gpus=2"], groups=2, **small))
@@ -201,10 +199,10 @@ def test_a_dead_arm_is_a_row(
     assert ("what it said" in last.get("log", "")) == ("what it said" in script)
 
 
-def test_ranks_that_die_one_of_the_other_are_one_dead_arm(
+def test_ranks_that_die_because_of_another_rank_are_one_dead_arm(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the first says is why."""
+    """The row has the reason of the first rank that died."""
     plays(
         monkeypatch,
         "first = os.environ['RANK'] == '1'\n"
@@ -219,7 +217,7 @@ def run_command(**options: str) -> int:
     return command.main(["rollout", *(f"{key}={value}" for key, value in options.items())])
 
 
-def test_the_others_go_on_and_the_command_exits_with_1(
+def test_after_a_dead_arm_the_others_run_and_the_command_exits_with_1(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = (
@@ -259,7 +257,7 @@ def test_folders_of_killed_benchmarks_and_arms_are_removed_unless_in_use(
 ) -> None:
     scratch, memory = Path(small["scratch"]), tmp_path / "memory"
     (scratch / f"{arm_processes.SCRATCH}-7" / "nvfp4").mkdir(parents=True)
-    (scratch / "qerl-lab-bench-elsewhere-0").mkdir()  # of another machine, whose locks are not seen here
+    (scratch / "qerl-lab-bench-elsewhere-0").mkdir()  # of another machine; its locks cannot be seen here
     memory.mkdir()
     monkeypatch.setattr(arm_processes, "IN_MEMORY", memory)
     plays(
@@ -276,7 +274,7 @@ def test_folders_of_killed_benchmarks_and_arms_are_removed_unless_in_use(
     assert list(memory.iterdir()) == []
 
 
-def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
+def test_the_process_of_an_arm_writes_each_row_at_once_and_why_it_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = {

@@ -1,4 +1,4 @@
-"""Measuring rollouts, on a scripted engine, and on vLLM where it is installed."""
+"""Measure rollouts on a scripted engine, and on vLLM if it is installed."""
 
 import math
 import os
@@ -35,14 +35,14 @@ def answer(prompts: list[list[int]], new: int) -> list[list[float]]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds of the wall, which only a test moves."""
+    """Return the seconds of the wall clock, which only the test changes."""
     seconds = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
     return seconds
 
 
 def taking(clock: list[float], seconds: Callable[[int], float]) -> FakeSampler:
-    """A sampler whose calls for `new` tokens take `seconds(new)`."""
+    """Return a sampler. A call for `new` tokens takes `seconds(new)`."""
 
     def call(prompts: list[list[int]], new: int) -> list[list[float]]:
         clock[0] += seconds(new)
@@ -51,7 +51,7 @@ def taking(clock: list[float], seconds: Callable[[int], float]) -> FakeSampler:
     return FakeSampler(call)
 
 
-def test_every_call_is_warmed_up_has_new_prompts_and_the_asked_tokens() -> None:
+def test_calls_are_warmed_up_and_have_new_prompts_and_the_requested_tokens() -> None:
     sampler = FakeSampler(answer)
     rows = list(rollout.measure(sampler, job_of(options())))
     assert [row["batch"] for row in rows] == [2, 4]
@@ -75,10 +75,10 @@ def test_speeds_are_medians_and_the_first_calls_do_not_count(clock: list[float])
 
 
 @pytest.mark.parametrize(("runner", "expected"), [(2, 0.6), (1, None)])
-def test_the_hosts_share_is_of_whole_calls_that_count(
+def test_the_host_share_is_over_the_whole_calls_that_count(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, runner: int, expected: float | None
 ) -> None:
-    """Of a thread that waits asleep: the first model runner asks the GPU again and again."""
+    """It is measured only if the thread sleeps while it waits. The first model runner polls the GPU."""
     computes = [50.0, 50.0, 1.0, 0.1, 1.2, 0.1, 1.4, 0.1]  # of whole and short calls, the first two to warm up
     sampler = taking(clock, lambda new: 2.0 if new == 8 else 0.5)
     sampler.llm.llm_engine.vllm_config.use_v2_model_runner = runner == 2
@@ -99,7 +99,7 @@ def test_copies_that_a_sync_queued_count_as_its_time(clock: list[float], monkeyp
         left[0] = 0.25
 
     def generate(prompts: list[list[int]], new: int) -> list[list[float]]:
-        synchronize()  # tokens come after all that was asked before
+        synchronize()  # tokens come after all earlier work of the GPU
         clock[0] += 2.0
         return answer(prompts, new)
 
@@ -138,8 +138,8 @@ def test_a_row_has_the_settings_that_decide_the_speed() -> None:
     assert row == row | expected | {"weights_gib": (8 * 4 + 4) * 4 / 2**30}
 
 
-def test_shared_weights_count_once_and_a_share_of_the_gpu_has_no_size_of_a_cache() -> None:
-    """As of TRL's vLLM, which has a share of the GPU."""
+def test_shared_weights_count_once_and_a_cache_by_share_of_the_gpu_has_no_size() -> None:
+    """TRL gives its vLLM a share of the GPU, and no size of the cache."""
     llm = fake_llm()
     llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes = None
     head, embedding = torch.nn.Linear(8, 4, bias=False), torch.nn.Embedding(4, 8)
@@ -148,21 +148,19 @@ def test_shared_weights_count_once_and_a_share_of_the_gpu_has_no_size_of_a_cache
     assert rollout.memory(llm) == {"weights_gib": 4 * 8 * 4 / 2**30, "kv_gib": None}
 
 
-def test_the_clock_is_the_middle_of_whole_lines() -> None:
+def test_the_clock_is_the_median_of_the_complete_lines() -> None:
     assert gpu.median_clock("1980\n1500\n[N/A]\n1900\n18") == 1900
     assert gpu.median_clock("No devices were found\n") is None
 
 
-def test_the_cache_holds_every_sequence_and_a_block_more() -> None:
+def test_the_cache_holds_every_sequence_and_one_more_block() -> None:
     per_token = 2 * 2 * 2 * 32 * 2  # keys and values, layers, heads, their size, bytes
     assert job_of(options(prompt=12, new=8)).kv_gib(4) * 2**30 == 5 * 256 * per_token
 
 
 @pytest.mark.parametrize("has_adapter", [True, False])
-def test_stock_vllm_without_an_adapter_loads_none_and_asks_for_none(
-    monkeypatch: pytest.MonkeyPatch, has_adapter: bool
-) -> None:
-    """With enable_lora=false, the bound of weights that the adapter is merged into."""
+def test_stock_vllm_uses_an_adapter_only_with_enable_lora(monkeypatch: pytest.MonkeyPatch, has_adapter: bool) -> None:
+    """With enable_lora=false it is as fast as with an adapter merged into the weights."""
     loaded, asked = [], []
 
     class PlayedLlm:
@@ -194,7 +192,7 @@ def test_stock_vllm_without_an_adapter_loads_none_and_asks_for_none(
     assert (loaded, asked) == (expected, expected or [None])
 
 
-# Of a layer: columns of A and rows of B of q/k/v, o, gate/up and down; the lab keeps biases as they were stored too.
+# Per layer, columns of A and rows of B for q/k/v, o, gate/up and down. The lab also keeps the biases as stored.
 A_AND_B = (3 * 128 + 256) + (128 + 128) + (2 * 128 + 2 * 192) + (192 + 128)
 QKV_BIAS = 128 + 2 * 64
 NORMS = 2 * 128  # in float32 in the lab's engine, so two bytes more each
@@ -212,7 +210,7 @@ def test_both_engines_are_measured_in_processes_of_their_own(tmp_path: Path, mon
         assert row["tokens_per_second_min"] <= row["tokens_per_second"] <= row["tokens_per_second_max"]
         assert 0.9 * NATS < row["nats"] < 1.1 * NATS
         assert row["kv_tokens"] >= 4 * 20
-    # Not chunked_prefill, which the lab's engine turns off on a CPU, and there alone.
+    # Without chunked_prefill, which the lab's engine turns off on a CPU only.
     shared = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "dtype")
     assert len({tuple(row[name] for name in shared) for row in rows}) == 1
     stock, own = ({row["weights_gib"] for row in rows if row["baseline"] == baseline} for baseline in (True, False))

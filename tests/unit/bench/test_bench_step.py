@@ -15,7 +15,7 @@ from qerl_lab.record.metrics import PHASES
 from vllm_engines import NEEDS_VLLM
 
 LAB = "nvfp4 rollout.engine=transformers"
-ON_CPU = "use_vllm=false use_cpu=true bf16=false"  # on a CPU vLLM drops what TRL would write its weights into
+ON_CPU = "use_vllm=false use_cpu=true bf16=false"  # on a CPU vLLM drops the tensors that TRL would write to
 ON_VLLM = "bf16 rollout.vllm.enforce_eager=true model.dtype=bfloat16"
 TRL, QLORA = f"bf16_trl {ON_CPU}", f"qlora_trl {ON_CPU}"
 
@@ -53,7 +53,7 @@ def test_an_arm_may_have_its_own_micro_batch_and_adapters_on_fewer_layers(tmp_pa
     assert row["grad_norm"] > 0
 
 
-def test_an_arm_of_trl_samples_all_completions_whatever_its_micro_batch(
+def test_an_arm_of_trl_samples_all_completions_with_any_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampled, alternate = list[int](), step.alternate
@@ -65,7 +65,7 @@ def test_an_arm_of_trl_samples_all_completions_whatever_its_micro_batch(
         list(one_arm.rows_of(fewer))
 
 
-def test_the_policy_of_a_row_is_its_base_whatever_the_rank(tmp_path: Path) -> None:
+def test_the_memory_of_the_policy_does_not_depend_on_the_rank(tmp_path: Path) -> None:
     found = set()
     for rank in (4, 8):
         one = job(tmp_path / str(rank), LAB, options(rank=rank))
@@ -74,21 +74,19 @@ def test_the_policy_of_a_row_is_its_base_whatever_the_rank(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("arm", [LAB, TRL])
-def test_completions_end_where_they_do_with_mean_tokens(tmp_path: Path, arm: str) -> None:
+def test_completions_have_mean_tokens_in_the_mean(tmp_path: Path, arm: str) -> None:
     ragged = options(new=64, mean_tokens=6, groups=8, steps=1)
     (row,) = one_arm.rows_of(job(tmp_path, arm, ragged))
     assert 32 * 3 < row["tokens"] < 32 * 12  # 6 in the mean, over 32 completions
 
 
-def test_the_arm_s_overrides_reach_the_run(tmp_path: Path) -> None:
+def test_the_overrides_of_an_arm_reach_the_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a step sampled 32 tokens, not 8 x 8"):
         list(one_arm.rows_of(job(tmp_path, f"{LAB} rollout.max_completion_tokens=4", options())))
 
 
 @pytest.mark.parametrize(("mean_tokens", "count"), [(0, 0), (10, 30)])
-def test_engines_are_asked_to_end_at_nothing_that_cannot_be_sampled(
-    tmp_path: Path, mean_tokens: float, count: int
-) -> None:
+def test_all_end_tokens_can_be_sampled(tmp_path: Path, mean_tokens: float, count: int) -> None:
     """vLLM refuses a token outside of the vocabulary."""
     asked = job(tmp_path, LAB, options(mean_tokens=mean_tokens))
     policy, _, _ = lab.build(asked)
@@ -98,7 +96,7 @@ def test_engines_are_asked_to_end_at_nothing_that_cannot_be_sampled(
 
 
 def test_the_base_of_qlora_is_counted_with_its_scales(tmp_path: Path) -> None:
-    """NF4 with double quantization: 4 bits a weight, 8 for each 64, 32 for each 256 of those, and a table."""
+    """NF4 with double quantization: 4 bits per weight, 8 per 64 weights, 32 per 256 of these, and a table."""
     weight = torch.randn(128, 512)
     packed = bitsandbytes.nn.Params4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True).to("cpu")
     scales = weight.numel() // 64
@@ -112,7 +110,7 @@ def test_the_base_of_qlora_is_counted_with_its_scales(tmp_path: Path) -> None:
 
 
 @NEEDS_VLLM
-def test_a_step_on_vllm_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_on_vllm_runs_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(arm_processes.ARCHITECTURES, "small", ARCHITECTURE)
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
     ragged = options(model="small", arms=[ON_VLLM], new=64, mean_tokens=6, groups=8, steps=1, scratch=str(tmp_path))
@@ -138,7 +136,7 @@ def test_two_ranks_share_a_step_and_the_first_writes_its_row(
 
 
 def found(grad_norm: float = 0.1) -> list[dict[str, float]]:
-    """Three steps, the first of which is slow."""
+    """Return three steps, a slow one first."""
     return [
         {"step_seconds": seconds, "tokens": 64.0, "nats": 5.5, "grad_norm": grad_norm} for seconds in (100.0, 2.0, 3.0)
     ]
@@ -167,7 +165,7 @@ def test_wrong_steps_end_the_arm(tmp_path: Path, steps: list[dict[str, float]], 
         step.summarize(job(tmp_path, LAB, options()), steps, micro_batch_size=8)
 
 
-def test_every_second_answer_earns_so_that_a_group_of_two_has_a_gradient(tmp_path: Path) -> None:
+def test_every_second_answer_is_rewarded_so_that_a_group_of_two_has_a_gradient(tmp_path: Path) -> None:
     answers = step.alternate(["18", "no number", "18"], [step.Question("", "", "0")] * 3)["answer"]
     assert answers.tolist() == [0, 1, 0]
     (row,) = one_arm.rows_of(job(tmp_path, LAB, options(groups=1, group_size=2, micro_batch=2)))

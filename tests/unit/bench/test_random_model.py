@@ -1,4 +1,4 @@
-"""Random checkpoints: what the quantize command would write, loaded by the lab, with text that has its length."""
+"""Random checkpoints, as the quantize command writes them and the lab loads them, and prompts of a given length."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def policy_of(folder: Path, name: str) -> policy.Policy:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_lab_loads_it_and_its_logits_say_something(tmp_path: Path, name: str) -> None:
+def test_the_lab_loads_a_random_checkpoint_and_its_logits_vary(tmp_path: Path, name: str) -> None:
     loaded = policy_of(written(tmp_path / "model", name), name)
     random_model.write_adapter(tmp_path / "adapter", ARCHITECTURE, 4)
     ids = torch.tensor(random_model.prompt_ids(2, 9, 300, seed=0))
@@ -59,7 +59,7 @@ def test_the_lab_loads_it_and_its_logits_say_something(tmp_path: Path, name: str
     ],
 )  # fmt: skip
 def test_an_arm_loads_the_checkpoint_of_its_own_options(tmp_path: Path, arm: str) -> None:
-    """Their loader refuses a checkpoint that states other options."""
+    """The loader refuses a checkpoint with other options."""
     made = job(tmp_path, arm, RolloutOptions())
     loaded = policy.build(made.config(), CPU)
     assert len(packed_layers(loaded.base)) == 2 * (6 if "down_proj" in arm else 7)
@@ -73,7 +73,7 @@ def test_an_arm_is_measured_in_the_format_under_which_its_rows_are_listed(tmp_pa
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_it_is_what_the_quantize_command_makes_of_the_dense_one(tmp_path: Path, name: str) -> None:
+def test_a_packed_checkpoint_equals_the_dense_one_quantized_by_the_command(tmp_path: Path, name: str) -> None:
     dense, own = written(tmp_path / "bf16", "bf16"), WeightFiles(written(tmp_path / name, name))
     quantize_model.run(QuantizeOptions(model=str(dense), format=name, out=str(tmp_path / "quantized"), device="cpu"))
     quantized = WeightFiles(tmp_path / "quantized")
@@ -85,13 +85,13 @@ def test_it_is_what_the_quantize_command_makes_of_the_dense_one(tmp_path: Path, 
     assert configs[0] == configs[1]
 
 
-def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path) -> None:
+def test_a_model_with_tied_embeddings_stores_no_head(tmp_path: Path) -> None:
     folder = written(tmp_path / "model", "nvfp4", tie_word_embeddings=True)
     assert "lm_head.weight" not in WeightFiles(folder).names
     policy_of(folder, "nvfp4")
 
 
-def test_a_prompt_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_prompt_has_the_requested_number_of_tokens(tmp_path: Path) -> None:
     loaded = policy_of(written(tmp_path / "model", "bf16"), "bf16")
     texts = random_model.prompt_texts(3, 50)
     assert len(set(texts)) == 3
@@ -99,9 +99,9 @@ def test_a_prompt_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
         ids = loaded.chat.prompt_ids([{"role": "user", "content": text}])
         assert len(ids) == 50
         assert loaded.decode(ids) == text
-    assert isinstance(loaded.decode(list(range(301))), str)  # whatever a random model samples
+    assert isinstance(loaded.decode(list(range(301))), str)  # a random model may sample any id
 
 
-def test_the_token_that_pads_is_in_no_prompt_and_ends_no_completion() -> None:
+def test_the_padding_token_is_in_no_prompt_and_ends_no_completion() -> None:
     assert {token for prompt in random_model.prompt_ids(8, 20, 5, 0) for token in prompt} == {1, 2, 3, 4}
     assert random_model.end_ids(5, 1) == [5, 1, 2, 3, 4]
