@@ -1,4 +1,4 @@
-"""A format that nobody has heard of: one file, one line in the table, one YAML option, and every command knows it."""
+"""A new format takes one file, one line in the table and one YAML option. Then every command knows it."""
 
 import importlib
 import shlex
@@ -74,7 +74,7 @@ class Int4(Format):
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a dense model, and a lab that has the format."""
+    """Change to a directory with a dense model, and add the format to the lab."""
     lab = tmp_path / "lab"
     for name in ("conf", "sweeps"):
         shutil.copytree(conf_folder.package_data(name), lab / name)
@@ -99,7 +99,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-def test_a_run_packs_a_dense_model_in_it_and_trains_adapters_on_it() -> None:
+def test_a_run_packs_a_dense_model_in_the_new_format_and_trains_adapters() -> None:
     learner = policy.build(composed("format=int4", "model.path=dense", "scale=custom"), CPU)
     packed = packed_layers(learner.model)
     assert len(packed) == 2 * len(LAYER_NAMES)
@@ -114,7 +114,7 @@ def test_a_run_packs_a_dense_model_in_it_and_trains_adapters_on_it() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm_server"])
-def test_vllm_has_no_kernel_for_it_which_is_said_before_a_run(engine: str) -> None:
+def test_vllm_without_a_kernel_for_the_new_format_is_refused_before_a_run(engine: str) -> None:
     said = (
         f"format.name=int4 with rollout.engine={engine} .* no kernel for it; .* Type rollout=transformers, or format="
     )
@@ -122,7 +122,9 @@ def test_vllm_has_no_kernel_for_it_which_is_said_before_a_run(engine: str) -> No
         compose.make_plan(["format=int4", f"rollout={engine}"], multirun=False)
 
 
-def test_the_quantize_command_writes_it_and_a_run_loads_what_was_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_loads_a_model_that_the_quantize_command_wrote_in_the_new_format(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert quantize.main(["model=dense", "format=int4", "out=out", "device=cpu"]) == 0
     printed = capsys.readouterr().out
     assert "4.500 where quantized" in printed

@@ -1,4 +1,4 @@
-"""The laws of a format: every format of the lab keeps all, and each law finds a format that breaks it."""
+"""The laws of a format: every format of the lab keeps them all, and each law detects a format that breaks it."""
 
 from typing import Any
 
@@ -75,13 +75,13 @@ def test_the_formats_of_the_lab_keep_every_law(weight_format: Format) -> None:
 
 
 @pytest.mark.parametrize(("law", "kind"), list(zip(LAWS, BROKEN, strict=True)), ids=lambda each: each.__name__)
-def test_each_law_finds_what_breaks_it(law: Any, kind: Any) -> None:
+def test_each_law_detects_a_format_that_breaks_it(law: Any, kind: Any) -> None:
     found = broken_laws(kind("max" if issubclass(kind, Nvfp4) else "round"))
     assert law.__name__ in found
     assert len(found) < 4, found
 
 
-def test_an_error_of_the_format_is_an_answer() -> None:
+def test_an_error_of_a_format_is_reported_as_a_broken_law() -> None:
     class Fails(Mxfp4):
         def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
             raise RuntimeError("no kernel")

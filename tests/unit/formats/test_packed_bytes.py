@@ -1,4 +1,4 @@
-"""One checkpoint, one set of packed bytes: whatever a model computes in, and whoever packs."""
+"""The packed bytes of a checkpoint depend neither on the compute dtype nor on the command that packs."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,7 +22,7 @@ from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import edit_tensors, equal, write_dense
 
 FOUR_OVER_SIX = Nvfp4("four_over_six")
-# Of the dtypes that bfloat16 does not hold, and of a fused layer in two dtypes. How a tensor is read is no format's.
+# Stored dtypes that bfloat16 does not hold, and a fused layer in two dtypes. Tensors are read alike in all formats.
 CASES = [("float32", each) for each in (*ALL, FOUR_OVER_SIX, Mxfp4("ceil"), Mxfp4("floor"))]
 CASES += [(stored, each) for stored in ("float16", "mixed") for each in (NVFP4, NF4)]
 COMPUTED = ("float32", "bfloat16")
@@ -30,7 +30,7 @@ COMPUTED = ("float32", "bfloat16")
 
 @pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense checkpoint in a dtype, or "mixed"."""
+    """Write a dense checkpoint in a dtype, or in two if "mixed"."""
     dtype = getattr(torch, request.param, torch.bfloat16)
     folder = write_dense(tmp_path_factory.mktemp(request.param), tiny_model(hidden=128, dtype=dtype))
     if request.param == "mixed":
@@ -46,7 +46,7 @@ def loaded(tiny: Callable[..., RunConfig], folder: Path, weight_format: Format, 
 
 
 def linears(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The packed tensors of a model by their names in a checkpoint; under BF16 the weights."""
+    """Return the packed tensors of a model by their names in a checkpoint; under BF16 the weights."""
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -62,14 +62,14 @@ def assert_same(own: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("checkpoint", "weight_format"), CASES, indirect=["checkpoint"], ids=str)
-def test_the_bytes_do_not_depend_on_what_the_model_computes_in(
+def test_the_packed_bytes_do_not_depend_on_the_compute_dtype(
     tiny: Callable[..., RunConfig], checkpoint: Path, tmp_path: Path, weight_format: Format
 ) -> None:
     models = [loaded(tiny, checkpoint, weight_format, dtype) for dtype in COMPUTED]
     in_float32, in_bfloat16 = map(linears, models)
     assert [model.model.layers[0].self_attn.q_proj.bias.dtype for model in models] == [torch.float32, torch.bfloat16]
     assert_same(in_float32, in_bfloat16)
-    if weight_format == FOUR_OVER_SIX:  # test_rtn.py has the other formats, without a rule that is typed
+    if weight_format == FOUR_OVER_SIX:  # test_rtn.py has the other formats, with their default rules
         words = [f"{key}={str(value).lower()}" for key, value in asdict(weight_format).items()]
         out = tmp_path / "packed"
         command = [f"model={checkpoint}", f"format={weight_format.NAME}", f"out={out}", "device=cpu"]

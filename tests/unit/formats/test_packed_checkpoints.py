@@ -1,4 +1,4 @@
-"""A packed checkpoint: its quantization_config is what the libraries dump; what is read back, and what is refused."""
+"""The quantization_config of a packed checkpoint equals the dump of the libraries, is read back, or is refused."""
 
 import copy
 import re
@@ -24,8 +24,8 @@ UNKNOWN_RULE = {NVFP4: Nvfp4(None), MXFP4: Mxfp4(None)}
     (NVFP4, "NVFP4A16", "nvfp4-pack-quantized"), (MXFP4, "MXFP4A16", "mxfp4-pack-quantized"),
     (FP8, "FP8_DYNAMIC", "float-quantized"), (W8A8, "FP8_DYNAMIC", "float-quantized"),
 ])  # fmt: skip
-def test_compressed_tensors_dumps_the_same(weight_format: Format, preset: str, layout: str) -> None:
-    """W8A16 has no preset: it is the one of W8A8 without activations."""
+def test_the_config_equals_the_dump_of_compressed_tensors(weight_format: Format, preset: str, layout: str) -> None:
+    """W8A16 has no preset. It is the preset of W8A8 without activations."""
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     scheme = preset_name_to_scheme(preset, ["Linear"])
@@ -38,7 +38,7 @@ def test_compressed_tensors_dumps_the_same(weight_format: Format, preset: str, l
     assert weight_format.quantization_config(["lm_head"], torch.bfloat16) == dumped
 
 
-def test_transformers_dumps_the_same_for_nf4() -> None:
+def test_the_config_of_nf4_equals_the_dump_of_transformers() -> None:
     from transformers import BitsAndBytesConfig
 
     dumped = BitsAndBytesConfig(
@@ -50,8 +50,8 @@ def test_transformers_dumps_the_same_for_nf4() -> None:
 
 
 @pytest.mark.parametrize("weight_format", [NVFP4, MXFP4, Nf4(True), Nf4(False), FP8, W8A8], ids=repr)
-def test_what_is_described_is_recognized(weight_format: Format) -> None:
-    """But for the rule of rounding, which compressed-tensors does not record."""
+def test_a_written_config_is_recognized(weight_format: Format) -> None:
+    """The rounding rule stays unknown, because compressed-tensors does not record it."""
     ignore = ("lm_head", "down_proj", "model.layers.1.self_attn.q_proj", "model.layers.1")
     written = weight_format.quantization_config(ignore, torch.bfloat16)
     assert recognize(written) == PackedAs(UNKNOWN_RULE.get(weight_format, weight_format), ignore)
@@ -61,8 +61,8 @@ ENTRIES = ["lm_head", "down_proj", "mlp.down_proj", "model.layers.3", "model.lay
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_an_entry_means_the_same_to_compressed_tensors(entry: str) -> None:
-    """It takes a plain one for a full name, where ours may be the end of one, or a module that it is part of."""
+def test_an_ignore_entry_matches_the_same_layers_in_compressed_tensors(entry: str) -> None:
+    """There a plain entry is a full name. Ours may also be the end of a name, or a parent module."""
     from compressed_tensors.utils.match import match_name
 
     (written,) = NVFP4.quantization_config([entry], torch.bfloat16)["ignore"]
@@ -79,7 +79,7 @@ def test_an_entry_means_the_same_to_compressed_tensors(entry: str) -> None:
     (NVFP4, {"ignore": [r"re:(.*\.)?a$|b\..*"]}, r"re:(.*\.)?a$|b\..*"),
     (NF4, {"llm_int8_skip_modules": None}, "lm_head"),
 ])  # fmt: skip
-def test_lists_of_others_are_read(weight_format: Format, written: dict, read: str) -> None:
+def test_ignore_lists_of_other_programs_are_read(weight_format: Format, written: dict, read: str) -> None:
     config = weight_format.quantization_config([], torch.bfloat16) | written
     assert recognize(config).ignore == (read,)
 
@@ -124,7 +124,7 @@ def test_scales_of_nf4_are_quantized_only_if_the_config_says_so(written: dict[st
          "llm_int8_skip_modules='lm_head' cannot be loaded; allowed: a list"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_computed_with_is_refused(weight_format: Format, change: dict[str, Any], says: str) -> None:
+def test_unsupported_configs_are_refused(weight_format: Format, change: dict[str, Any], says: str) -> None:
     config = copy.deepcopy(weight_format.quantization_config(["lm_head"], torch.bfloat16))
     for key, value in change.items():
         *parents, leaf = key.split(".")
@@ -148,7 +148,9 @@ def packed(weight_format: Format) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 @pytest.mark.parametrize(("weight_format", "key", "at"), [(NVFP4, "weight_global_scale", 0), (FP8, "weight_scale", 5)])
-def test_a_scale_that_is_none_is_refused(weight_format: Format, key: str, at: int, value: float) -> None:
+def test_a_scale_that_is_no_positive_finite_number_is_refused(
+    weight_format: Format, key: str, at: int, value: float
+) -> None:
     tensors = packed(weight_format)
     tensors[key][at] = value
     with pytest.raises(ValueError, match=rf"q_proj\.{key} (is|has zero,) .*; allowed: positive finite numbers"):
@@ -159,7 +161,9 @@ def test_a_scale_that_is_none_is_refused(weight_format: Format, key: str, at: in
     *[(NVFP4, "weight_scale", byte, "negative numbers or NaN; allowed: 0 to 448") for byte in (0x7F, 0x80, 0xB8, 0xFF)],
     *[(FP8, "weight", byte, "NaN; allowed: -448 to 448") for byte in (0x7F, 0xFF)],
 ])  # fmt: skip
-def test_a_byte_that_is_no_number_there_is_refused(weight_format: Format, key: str, byte: int, says: str) -> None:
+def test_a_byte_that_stands_for_no_allowed_number_is_refused(
+    weight_format: Format, key: str, byte: int, says: str
+) -> None:
     tensors = packed(weight_format)
     tensors[key].view(torch.uint8)[1, 0] = byte
     with pytest.raises(ValueError, match=rf"q_proj\.{key} has {says}"):
@@ -168,8 +172,8 @@ def test_a_byte_that_is_no_number_there_is_refused(weight_format: Format, key: s
     assert weight_format.accept(tensors, SHAPE, name="q_proj")
 
 
-def test_the_header_of_another_program_is_padded() -> None:
-    """bitsandbytes stores it without the spaces."""
+def test_the_header_that_bitsandbytes_writes_is_padded() -> None:
+    """bitsandbytes stores the header without the spaces."""
     key = "weight.quant_state.bitsandbytes__nf4"
     tensors = packed(NF4)
     short = torch.tensor(list(bytes(tensors[key].tolist()).rstrip()), dtype=torch.uint8)
