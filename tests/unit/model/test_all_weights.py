@@ -1,4 +1,4 @@
-"""A policy whose weights are all trained: what it computes, what moves, what is written and read."""
+"""A policy that trains all weights: its logits, its updates, and the files that it writes and reads."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def full(tiny: Callable[..., RunConfig], build_policy: Callable[[RunConfig], Pol
 
 @pytest.fixture(scope="module")
 def unrounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pocket policy with float32 weights that are not bfloat16's, as GGUF files have."""
+    """Write the pocket policy with float32 weights that bfloat16 does not hold, as in GGUF files."""
     model = AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.float32, use_safetensors=True)
     for weight in model.parameters():
         weight.data += 1e-3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
@@ -47,8 +47,10 @@ def unrounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_before_training_it_computes_as_the_base_of_a_run_with_an_adapter(tiny, build_policy, unrounded, dtype) -> None:
-    """Bit for bit, also where files are not in bfloat16; this base is what engines load and compute with."""
+def test_before_training_the_logits_equal_the_base_of_a_run_with_an_adapter(
+    tiny, build_policy, unrounded, dtype
+) -> None:
+    """They are equal bit for bit, also if the files are not in bfloat16. Engines load and compute with this base."""
     same = {"format__name": "bf16", "model__dtype": dtype, "model__path": str(unrounded)}
     full, adapter = (build_policy(tiny(**same, lora__rank=rank)) for rank in (0, 4))
     with adapter.model.disable_adapter():
@@ -61,9 +63,9 @@ def test_before_training_it_computes_as_the_base_of_a_run_with_an_adapter(tiny, 
 
 
 def test_every_weight_gets_a_gradient_and_moves_and_the_sampler_follows(tiny, build_policy, tmp_path) -> None:
-    """Even at a learning rate of 1e-6, of which bfloat16 weights would keep little.
+    """The learning rate is 1e-6. Weights in bfloat16 would lose most of such updates.
 
-    golden/test_full_training.py has the updates of a run in float32.
+    golden/test_full_training.py tests the updates of a run in float32.
     """
     cfg = tiny(**FULL, model__dtype="bfloat16", optim__learning_rate=1e-6, algorithm__updates_per_rollout=2)
     policy = build_policy(cfg)
@@ -72,7 +74,7 @@ def test_every_weight_gets_a_gradient_and_moves_and_the_sampler_follows(tiny, bu
     engine = TransformersEngine(policy, 64)
     found = train(cfg, policy, engine, tmp_path)
     for name, weight in policy.model.named_parameters():
-        gradients = [update[name] for update in found.gradients]  # of flat groups alone one is zero
+        gradients = [update[name] for update in found.gradients]  # an update of flat groups alone has gradient zero
         assert all(gradient.dtype == torch.float32 for gradient in gradients), name
         assert max(gradient.abs().max() for gradient in gradients) > 0, name
         moved = (weight.detach() - before[name]).abs()
@@ -101,7 +103,7 @@ def test_weights_are_written_and_read_in_place_bit_for_bit(full: Policy, tiny, b
     assert all(torch.equal(norm, full.clean_norms[name]) for name, norm in other.clean_norms.items())
 
 
-def test_the_model_that_is_written_loads_as_any_other_rounded_to_bfloat16(full, tiny, build_policy, tmp_path) -> None:
+def test_the_written_model_is_rounded_to_bfloat16_and_loads_like_any_other(full, tiny, build_policy, tmp_path) -> None:
     for weight in full.model.parameters():
         weight.data += 0.01 * torch.randn_like(weight)
     dense.write_model(dense.base_tensors(full), torch.bfloat16, ASSETS, tmp_path / "model")
@@ -110,12 +112,12 @@ def test_the_model_that_is_written_loads_as_any_other_rounded_to_bfloat16(full, 
     found = all_weights.weights(loaded.base)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    with_adapter = build_policy(tiny(model__path=str(tmp_path / "model")))  # NVFP4: what full training leads to
+    with_adapter = build_policy(tiny(model__path=str(tmp_path / "model")))  # in NVFP4, the usual next step
     assert with_adapter.chat.prompt_ids([{"role": "user", "content": "1"}])
 
 
 @pytest.mark.parametrize(("dtype", "says"), [(None, {"torch_dtype": "float32"}), (torch.float16, {"dtype": "float16"})])
-def test_a_dense_copy_of_a_packed_model_does_not_say_that_it_is_packed(tmp_path: Path, dtype, says) -> None:
+def test_the_config_of_a_dense_copy_does_not_say_that_it_is_packed(tmp_path: Path, dtype, says) -> None:
     config = {"torch_dtype": "float32", "quantization_config": {"quant_method": "bitsandbytes"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16)}
@@ -127,18 +129,18 @@ def test_a_dense_copy_of_a_packed_model_does_not_say_that_it_is_packed(tmp_path:
     }
 
 
-def test_a_full_checkpoint_that_lacks_a_weight_is_no_checkpoint(full: Policy, tmp_path: Path) -> None:
+def test_a_full_checkpoint_that_lacks_a_weight_is_refused(full: Policy, tmp_path: Path) -> None:
     full.save_trained(tmp_path)
     full.model.register_parameter("one_more", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(KeyError, match="one_more"):
         full.load_trained(tmp_path)
 
 
-def test_the_transformers_engine_samples_the_weights_as_they_are(full: Policy) -> None:
-    """It has no copy: without a sync it samples from weights that have changed."""
+def test_the_transformers_engine_samples_from_the_current_weights(full: Policy) -> None:
+    """It has no copy of the weights, so a change has an effect without a sync."""
     engine, sampling = TransformersEngine(full, 8), Sampling(8, seed=0)
     before = engine.generate([[3, 4, 5]], 4, sampling)
-    full.base.get_output_embeddings().weight.data.zero_()  # every token is as likely
+    full.base.get_output_embeddings().weight.data.zero_()  # all tokens are equally likely
     after = engine.generate([[3, 4, 5]], 4, sampling)
     logprobs = [logprob for completion in after.completions for logprob in completion.logprobs]
     assert logprobs == pytest.approx([-math.log(full.base.config.vocab_size)] * len(logprobs), abs=1e-5)

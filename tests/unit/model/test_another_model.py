@@ -1,4 +1,4 @@
-"""A local model counts by its content: what arm a run is, and what is refused once another lies in its place."""
+"""A local model counts by its content: it decides the arm, and another model in its place is refused."""
 
 import re
 import shutil
@@ -44,7 +44,7 @@ def composed(*words: str) -> RunConfig:
     return make_plan(["scale=custom", *words], False).jobs[0].config
 
 
-def test_the_content_of_a_model_is_of_the_arm_and_its_place_is_not(model: Path, tmp_path: Path) -> None:
+def test_the_arm_depends_on_the_content_of_a_model_and_not_on_its_path(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")
     before, elsewhere = composed(f"model.path={model}"), composed(f"model.path={copy}")
     assert before.model.hash == elsewhere.model.hash == model_hash(model)
@@ -55,7 +55,7 @@ def test_the_content_of_a_model_is_of_the_arm_and_its_place_is_not(model: Path, 
     assert "model.path" not in settings_of_run(before)
 
 
-def test_what_has_no_hash_counts_by_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_without_a_hash_counts_by_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     hub, pocket = composed("model.path=org/name"), composed()
     assert hub.model.hash is pocket.model.hash is None
@@ -64,7 +64,7 @@ def test_what_has_no_hash_counts_by_its_path(monkeypatch: pytest.MonkeyPatch, tm
     assert config_hash(hub) != config_hash(composed("model.path=org/name", "model.revision=a1b2c3d"))
 
 
-def test_a_gguf_file_has_one_too(tmp_path: Path) -> None:
+def test_a_gguf_file_has_a_hash(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", seed=0)
     before = composed(f"model.path={tmp_path}/a.gguf")
     write_gguf(tmp_path / "a.gguf", seed=1)
@@ -75,7 +75,7 @@ def test_a_gguf_file_has_one_too(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tiny: Callable[..., RunConfig], model: Path, tmp_path: Path) -> RunDirectory:
-    """A run that was claimed; its adapter is none, and is not asked for."""
+    """Claim a run. It has no adapter, and the commands here ask for none."""
     return claimed(tmp_path / "run", with_absolute_paths(tiny(model__path=str(model))))
 
 
@@ -95,8 +95,8 @@ def go_on(run: RunDirectory) -> object:
 def test_every_command_on_a_run_refuses_another_model_in_its_place(
     run: RunDirectory, model: Path, command: Callable[[RunDirectory], object]
 ) -> None:
-    """tests/unit/tools/test_export.py has the export."""
-    (model / "warmup.json").write_text("{}")  # decides nothing
+    """tests/unit/tools/test_export.py tests the export."""
+    (model / "warmup.json").write_text("{}")  # is not hashed
     check_content(run.config())
     train(model)
     with pytest.raises(ConfigError, match=OTHER):
@@ -106,7 +106,7 @@ def test_every_command_on_a_run_refuses_another_model_in_its_place(
         command(run)
 
 
-def test_a_link_to_where_the_model_lies_now_will_do(run: RunDirectory, model: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_moved_model_is_accepted(run: RunDirectory, model: Path, tmp_path: Path) -> None:
     model.symlink_to(model.rename(tmp_path / "elsewhere"))
     assert begin(run) == []
     assert evaluate(run)

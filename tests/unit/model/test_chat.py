@@ -1,4 +1,4 @@
-"""What a chat template makes of a question and which are refused; what a tokenizer writes, and which id pads."""
+"""Chat templates that write a question or are refused, the files of a tokenizer, and the id for padding."""
 
 import shutil
 from datetime import date
@@ -42,7 +42,7 @@ def test_a_prompt_is_what_the_template_writes() -> None:
     ("{% for %}", ["refuses the questions ("]),
     ("none of them", ["leaves out the question", "Type another model, or put a chat_template.jinja"]),
 ])  # fmt: skip
-def test_a_template_that_does_not_write_the_question_is_refused_in_a_line(template: str, words: list[str]) -> None:
+def test_a_template_that_does_not_write_the_question_is_refused_in_one_line(template: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         with_template(template).prompt_ids(ASKED)
     said = str(refused.value)
@@ -56,14 +56,14 @@ def test_a_template_that_does_not_write_the_question_is_refused_in_a_line(templa
     ("instruction", "Type instruction='' if it takes no system message, or another model, or put a "),
     ("", "Type another model, or put a "),
 ])  # fmt: skip
-def test_what_to_type_is_a_key_of_the_command(template: str, key: str, remedy: str) -> None:
+def test_a_refusal_names_the_key_of_its_command(template: str, key: str, remedy: str) -> None:
     chat = with_template(template)
     chat.key = key
     with pytest.raises(ConfigError, match=remedy):
         chat.prompt_ids(ASKED)
 
 
-def test_every_question_is_looked_at() -> None:
+def test_every_question_is_checked() -> None:
     own = with_template("{% if messages[-1].content != 'No' %}" + EVERY + "{% endif %}")
     assert own.prompt_ids(ASKED)
     assert own.prompt_ids(ASKED[1:])
@@ -71,15 +71,15 @@ def test_every_question_is_looked_at() -> None:
         own.prompt_ids([{"role": "user", "content": "No"}])
 
 
-def test_a_date_is_the_day_that_the_chat_was_given_and_is_said() -> None:
+def test_a_date_in_a_template_is_the_day_of_the_chat_and_gets_a_note() -> None:
     own = with_template("{{ strftime_now('%d %b %Y %H:%M') }} " + EVERY)
     own.day = date(2024, 7, 26)
     assert own.tokenizer.decode(own.prompt_ids(ASKED)).startswith("26 Jul 2024 00:00 ")
     assert ["2024-07-26" in note for note in own.notes] == [True]
 
 
-def test_a_tokenizer_that_refuses_variables_and_alone_knows_its_ids_is_asked_for_them() -> None:
-    """As mistral-common's, of which the text gives other ids than the chat."""
+def test_a_tokenizer_that_refuses_variables_is_asked_for_its_ids_without_them() -> None:
+    """mistral-common has such a tokenizer. Its text, tokenized, would give other ids than the chat."""
 
     class Strict:
         name_or_path, chat_template = "strict", None
@@ -92,8 +92,8 @@ def test_a_tokenizer_that_refuses_variables_and_alone_knows_its_ids_is_asked_for
     assert Chat(Strict()).prompt_ids(ASKED) == [3, 1]
 
 
-def test_tags_that_are_special_tokens_are_the_models_words(tiny: Any, build_policy: Any) -> None:
-    """Only what ends a completion, or pads it, is taken out."""
+def test_tags_that_are_special_tokens_stay_in_the_decoded_text(tiny: Any, build_policy: Any) -> None:
+    """Only end tokens and padding are removed."""
     policy = build_policy(tiny())
     policy.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<answer>", "</answer>"]})
     text = "<think>so</think><answer>3</answer>"
@@ -109,7 +109,7 @@ def saved(folder: Path, **loading: bool) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_a_hub_in_reach_or_not_gives_the_same_files(tmp_path: Path) -> None:
+def test_a_tokenizer_is_saved_the_same_with_and_without_the_hub(tmp_path: Path) -> None:
     online, offline = saved(tmp_path / "on"), saved(tmp_path / "off", local_files_only=True)
     assert "tokenizer.json" in online
     assert online == offline
@@ -118,8 +118,8 @@ def test_a_hub_in_reach_or_not_gives_the_same_files(tmp_path: Path) -> None:
     assert model_hash(tmp_path / "on") == model_hash(tmp_path / "off")
 
 
-def test_a_padding_id_without_an_embedding_gives_way_to_the_end_token(tmp_path: Path, tiny) -> None:
-    """Padding is masked, so any id serves that the model has."""
+def test_a_padding_id_without_an_embedding_is_replaced_by_the_end_token(tmp_path: Path, tiny) -> None:
+    """Padding is masked, so any id with an embedding will do."""
     shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
     own = AutoTokenizer.from_pretrained(ASSETS)
     own.add_special_tokens({"pad_token": "<beyond>"})

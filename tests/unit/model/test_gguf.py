@@ -1,4 +1,4 @@
-"""A GGUF file as a model: the values that the file holds, its tokenizer, and what is refused before anything starts."""
+"""A GGUF file as a model: its values, its tokenizer, and refusals before a run starts."""
 
 import json
 import os
@@ -38,7 +38,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
-    """A file that is unpacked, and its values."""
+    """Write and unpack a file; return it with its values."""
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     values = write_gguf(file)
     with pytest.MonkeyPatch.context() as patch:
@@ -55,13 +55,13 @@ def file(written: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A path for a file of the test's own."""
+    """Return a path for a new file, with an empty cache."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     return tmp_path / "m.gguf"
 
 
 def as_in_transformers(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """The values by their names in transformers; llama.cpp keeps the halves of a rotary head side by side."""
+    """Return the values by their names in transformers. llama.cpp interleaves the halves of a rotary head."""
     found = {}
     for name, value in values.items():
         part = name.removesuffix(".weight")
@@ -86,8 +86,8 @@ def test_the_weights_are_the_dequantized_values_of_the_file(
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def test_the_tokenizer_reads_and_writes_as_the_files_own(file: Path) -> None:
-    """The file's is the pocket policy's: end tokens, tokens that are never split, leading spaces, template."""
+def test_the_tokenizer_encodes_and_decodes_like_the_one_in_the_file(file: Path) -> None:
+    """The file has the pocket policy's tokenizer: end tokens, tokens that are never split, leading spaces, template."""
     found, own = AutoTokenizer.from_pretrained(gguf.unpack(file)), AutoTokenizer.from_pretrained(ASSETS)
     assert (found.eos_token, found.pad_token) == (own.eos_token, own.pad_token)
     assert found.chat_template == own.chat_template
@@ -98,9 +98,7 @@ def test_the_tokenizer_reads_and_writes_as_the_files_own(file: Path) -> None:
         assert found.decode(ids, skip_special_tokens=True) == own.decode(ids, skip_special_tokens=True)
 
 
-def test_it_is_unpacked_once_and_again_when_the_file_changes(
-    new_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_unpacked_once_and_again_after_a_change(new_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = new_file
     write_gguf(file)
     half = gguf.unpacked_folder(file).with_name(f"{gguf.unpacked_folder(file).name}.partial")
@@ -120,7 +118,7 @@ def test_it_is_unpacked_once_and_again_when_the_file_changes(
     assert local_folder(str(file), None) != first
 
 
-def test_one_that_transformers_cannot_read_is_a_user_error(new_file: Path) -> None:
+def test_a_file_that_transformers_cannot_read_is_a_user_error(new_file: Path) -> None:
     write_gguf(new_file)
     data = new_file.read_bytes()
     new_file.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0wrong", 1))
@@ -163,7 +161,7 @@ def test_scaled_rotary_positions_are_refused_because_transformers_drops_them(
 
 
 @pytest.mark.parametrize("size", [0, 10, 2000, -10])
-def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
+def test_a_cut_file_is_refused_before_a_run_starts(
     file: Path, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = tmp_path / "cut.gguf"
@@ -173,8 +171,8 @@ def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
         preflight.check(RunConfig(model=ModelConfig(path=str(cut))), tmp_path / "run")
 
 
-def test_a_file_is_looked_at_without_torch(file: Path, tmp_path: Path) -> None:
-    """Its parameters count for memory and disk before it is unpacked; afterwards its directory is checked."""
+def test_a_file_is_checked_without_torch(file: Path, tmp_path: Path) -> None:
+    """Before it is unpacked its parameters are counted, for memory and disk. Afterwards its directory is checked."""
     code = f"""
 import sys
 from pathlib import Path
@@ -194,7 +192,7 @@ assert "torch" not in sys.modules
     assert "'nothing' is no Linear layer" in done.stdout
 
 
-def test_vllm_reads_the_unpacked_directory_itself(file: Path, tiny: Callable[..., RunConfig]) -> None:
+def test_vllm_reads_the_unpacked_directory(file: Path, tiny: Callable[..., RunConfig]) -> None:
     cfg = tiny(model__path=str(file), format__name="bf16")
     with model_folder(policy.build(cfg, CPU), cfg) as folder:
         assert folder == gguf.unpack(file)
@@ -204,7 +202,7 @@ def test_vllm_reads_the_unpacked_directory_itself(file: Path, tiny: Callable[...
     assert "packed/tiny-nvfp4" in commands(cfg)[1]
 
 
-def test_the_quantize_command_takes_it_and_keeps_what_the_file_was(file: Path, tmp_path: Path) -> None:
+def test_the_quantize_command_takes_a_file_and_records_its_tensor_types(file: Path, tmp_path: Path) -> None:
     options = QuantizeOptions(model=str(file), out=str(tmp_path / "out"), device="cpu")
     check_quantize(options)
     quantize(options)

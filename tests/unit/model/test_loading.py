@@ -1,4 +1,4 @@
-"""Models filled layer by layer: the same model as loaded whole, in less memory; and what is wrong is named."""
+"""Models filled layer by layer equal models loaded whole, in less memory. Errors name the file and the tensor."""
 
 import json
 import re
@@ -31,7 +31,7 @@ HEAD = ("lm_head",)
 
 
 def load_whole(folder: Path, weight_format: Format, stored: torch.dtype, dtype: torch.dtype) -> PreTrainedModel:
-    """The plain way: the dense model in memory, packed as it is stored, in a model of `dtype`."""
+    """Load the whole dense model, pack it in the dtype `stored`, and return it as a model of `dtype`."""
     packed, model = (AutoModelForCausalLM.from_pretrained(folder, dtype=each) for each in (stored, dtype))
     pack_model(packed, weight_format)
     for path, module in packed.named_modules():
@@ -41,7 +41,7 @@ def load_whole(folder: Path, weight_format: Format, stored: torch.dtype, dtype: 
 
 
 def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Same tensors, bit for bit, buffers outside of checkpoints included, and same logits."""
+    """Assert equal bits in all tensors and buffers, also buffers outside of checkpoints, and equal logits."""
     own = {**model.state_dict(), **dict(model.named_buffers())}
     others = {**other.state_dict(), **dict(other.named_buffers())}
     assert list(own) == list(others)
@@ -54,19 +54,19 @@ def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
 
 @each_format
 @pytest.mark.parametrize(("stored", "dtype"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
-def test_a_model_in_shards_is_what_it_is_when_it_is_loaded_whole(
+def test_a_model_in_shards_equals_the_model_loaded_whole(
     tmp_path: Path, weight_format: Format, stored: torch.dtype, dtype: torch.dtype
 ) -> None:
     model = tiny_model(tied=stored is torch.float16, dtype=stored)
     folder = write_dense(tmp_path, model, max_shard_size="30KB")
     assert len(WeightFiles(folder).files) > 2
-    packed_in = torch.bfloat16 if stored is torch.bfloat16 else torch.float32  # which holds what float16 does
+    packed_in = torch.bfloat16 if stored is torch.bfloat16 else torch.float32  # float32 holds every float16 number
     whole = load_whole(folder, weight_format, packed_in, dtype)
     assert_same(load(folder, PackedAs(weight_format, HEAD), dtype), whole)
 
 
 @each_packed
-def test_a_packed_checkpoint_is_the_model_that_was_packed(tmp_path: Path, weight_format: Format) -> None:
+def test_a_loaded_packed_checkpoint_equals_the_packed_model(tmp_path: Path, weight_format: Format) -> None:
     for tied in (True, False):
         model = tiny_model(tied=tied)
         write_packed(tmp_path / str(tied), model, weight_format)
@@ -83,7 +83,7 @@ def test_a_packed_checkpoint_is_the_model_that_was_packed(tmp_path: Path, weight
         ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"],
     ],
 )
-def test_layers_that_llmcompressor_left_alone_stay_dense(tmp_path: Path, ignore: list[str]) -> None:
+def test_layers_that_llmcompressor_left_dense_stay_dense(tmp_path: Path, ignore: list[str]) -> None:
     model = tiny_model()
     write_packed(tmp_path, model, NVFP4, ignore=["lm_head", "down_proj"])
     config = NVFP4.quantization_config([], torch.bfloat16)
@@ -120,15 +120,15 @@ class InMemory:
 
 
 @each_format
-def test_a_part_of_a_fused_layer_is_let_go_when_it_is_packed(weight_format: Format) -> None:
+def test_the_dense_part_of_a_fused_layer_is_freed_once_it_is_packed(weight_format: Format) -> None:
     weights = {name: torch.randn(64, 64) for name in FUSED[0]}
     for name, _ in machinery.pack_fused(weight_format, weights):
         assert name not in weights
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16"])
-def test_memory_stays_below_the_packed_size_and_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every allocation counted, those within `quantize` too. (bitsandbytes' NF4 copies to float32 on a CPU.)"""
+def test_memory_stays_below_the_packed_size_plus_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All allocations count, also those in `quantize`. NF4 is left out: bitsandbytes copies to float32 on a CPU."""
     monkeypatch.setattr(machinery, "_SLICE_ELEMENTS", 2**14)
     dense = tiny_model(hidden=256, dtype=torch.bfloat16)
     source, model = InMemory(dense), empty_model(dense.config, torch.bfloat16)
@@ -141,11 +141,11 @@ def test_memory_stays_below_the_packed_size_and_one_layer(name: str, monkeypatch
         held += event.nbytes()
         peak = max(peak, held)
     packed = total_bytes(model)
-    assert held >= 0.9 * packed  # the events are all there
+    assert held >= 0.9 * packed  # no event is missing
     assert peak <= packed + layer
 
 
-# What is wrong with a checkpoint.
+# Errors in a checkpoint.
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -181,7 +181,7 @@ def test_layers_packed_though_dense_by_config_are_refused(tmp_path: Path, config
         load(tmp_path, PackedAs(NVFP4, HEAD))
 
 
-def test_what_config_says_is_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
+def test_a_wrong_or_missing_config_is_refused_with_its_path(tmp_path: Path) -> None:
     write_packed(tmp_path, tiny_model(), NVFP4)
     wrong = NVFP4.quantization_config(HEAD, torch.float32)
     wrong["config_groups"]["group_0"]["weights"]["group_size"] = 32
@@ -196,7 +196,9 @@ def test_what_config_says_is_refused_by_the_name_of_the_file(tmp_path: Path) -> 
 @pytest.mark.parametrize(("name", "is_packed"), [
     (f"{Q}.weight", False), ("model.norm.weight", True), (f"{Q}.bias", False), ("lm_head.weight", True),
 ])  # fmt: skip
-def test_weights_that_are_packed_or_stay_dense_are_finite(tmp_path: Path, name: str, is_packed: bool) -> None:
+def test_a_weight_that_is_not_finite_is_refused_whether_packed_or_dense(
+    tmp_path: Path, name: str, is_packed: bool
+) -> None:
     model = tiny_model()
     parameter, is_dense = model.get_parameter(name).data, name != f"{Q}.weight"
     wrong = torch.inf if is_dense else torch.nan
@@ -210,7 +212,7 @@ def test_weights_that_are_packed_or_stay_dense_are_finite(tmp_path: Path, name: 
 
 @pytest.mark.parametrize("part", ["self_attn.k_proj", "mlp.up_proj"])
 def test_parts_of_a_fused_layer_have_one_global_scale(tmp_path: Path, part: str) -> None:
-    """vLLM keeps the largest for all parts, so it would sample from other weights than those trained on."""
+    """vLLM takes the largest for all parts, so it would sample from other weights than the trainer has."""
     model = tiny_model()
     write_packed(tmp_path, model, NVFP4)
     own = model.get_submodule(f"model.layers.1.{part}").packed()["weight_global_scale"]
@@ -222,13 +224,13 @@ def test_parts_of_a_fused_layer_have_one_global_scale(tmp_path: Path, part: str)
 def test_a_tied_head_and_rotary_frequencies_may_be_stored(tmp_path: Path) -> None:
     dense = tiny_model(tied=True)
     write_dense(tmp_path, dense)
-    rotary = {"model.rotary_emb.inv_freq": torch.ones(8)}  # left over in checkpoints of old
+    rotary = {"model.rotary_emb.inv_freq": torch.ones(8)}  # old checkpoints have them
     edit_tensors(tmp_path, lm_head__weight=dense.lm_head.weight.detach().clone(), **rotary)
     model = load(tmp_path, PackedAs(MXFP4, HEAD))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-# What a run says about it.
+# Messages of a run.
 
 
 def test_a_run_takes_a_packed_directory(tmp_path: Path, tiny) -> None:
@@ -261,13 +263,13 @@ def test_a_run_that_asks_for_another_packing_is_told_what_to_type(
         policy.load_base(cfg, CPU)
 
 
-def test_a_run_says_the_rule_of_its_checkpoint(tmp_path: Path, tiny) -> None:
-    """The quantize command noted it; of others' checkpoints nothing is claimed."""
+def test_a_run_with_another_rule_than_its_checkpoint_is_refused(tmp_path: Path, tiny) -> None:
+    """The quantize command records the rule. A checkpoint without the record is accepted with any rule."""
     out = tmp_path / "packed"
     words = ["model=pocket", "format=mxfp4", "exponent_rule=floor", "device=cpu", f"out={out}"]
     assert quantize.main(words) == 0
     cfg = tiny(model__path=str(out), format__name="mxfp4")
-    for check in (policy.load_base, lambda cfg, _: on_disk.check(out, cfg)):  # the latter before anything starts
+    for check in (policy.load_base, lambda cfg, _: on_disk.check(out, cfg)):  # the second before a run starts
         with pytest.raises(
             ConfigError, match=r"exponent_rule=floor, and this run has format\.exponent_rule=round\. Type"
         ):
@@ -281,14 +283,14 @@ def test_a_run_says_the_rule_of_its_checkpoint(tmp_path: Path, tiny) -> None:
 
 
 def test_a_format_without_a_class_is_not_blamed_on_the_model(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file in conf/format makes it an option before FORMATS has its class."""
+    """A file in conf/format makes a format an option, even if FORMATS does not have its class yet."""
     others = {name: kind for name, kind in policy.formats.FORMATS.items() if name != "nf4"}
     monkeypatch.setattr(policy.formats, "FORMATS", others)
     with pytest.raises(ConfigError, match=r"format=nf4 has no class in FORMATS of src/qerl_lab/formats/__init__\.py"):
         policy.load_base(tiny(format__name="nf4"), CPU)
 
 
-def test_what_cannot_be_loaded_is_a_config_error_that_names_the_file(tmp_path: Path, tiny) -> None:
+def test_a_model_that_cannot_be_loaded_is_a_config_error_that_names_the_file(tmp_path: Path, tiny) -> None:
     cfg = tiny(format__name="mxfp4", model__path=str(tmp_path))
     file = write_packed(tmp_path, tiny_model(), MXFP4) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -299,7 +301,7 @@ def test_what_cannot_be_loaded_is_a_config_error_that_names_the_file(tmp_path: P
         policy.load_base(cfg, CPU)
 
 
-# An output layer in 4 bits has no dense weight for the loss: it is refused before any weight is read.
+# A packed output layer has no dense weight for the loss, so it is refused before any weight is read.
 
 READS = "the loss reads the dense weight of lm_head, the output layer"
 
@@ -319,7 +321,7 @@ def test_a_run_that_would_pack_the_head_is_told_what_to_type(
 
 
 @pytest.mark.parametrize("ignore", [[], ["lm_head"]])
-def test_a_directory_with_a_packed_head_is_refused_whatever_the_run_ignores(
+def test_a_directory_with_a_packed_head_is_refused_with_any_ignore_list(
     tiny: Callable[..., RunConfig], tmp_path: Path, ignore: list[str]
 ) -> None:
     write_packed(tmp_path, tiny_model(), NVFP4, ignore=())

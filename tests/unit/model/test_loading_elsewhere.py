@@ -1,4 +1,4 @@
-"""One packed directory, two readers: our model, and transformers with compressed-tensors or bitsandbytes."""
+"""A packed directory gives the same logits in the lab and in transformers with compressed-tensors or bitsandbytes."""
 
 from pathlib import Path
 
@@ -18,11 +18,10 @@ from qerl_lab.formats.format import Format
 from qerl_lab.model.linear import PackedLinear
 from small_checkpoints import load, write_packed
 
-# Nats of log-probability, where those of the model spread with a standard deviation of 0.8. compressed-tensors rounds
-# the NVFP4 weights to bfloat16 after the global scale, ours are exact before it: each differs by up to 2**-8 of itself.
-# MXFP4 and FP8 have no second scale: both compute with the same bfloat16 weights in the same order. With NF4
-# bitsandbytes has a CPU kernel of its own, which adds in another order: 0.062 at most and 0.009 in the mean on a Xeon
-# with AMX.
+# Nats; the log-probs of the model have a standard deviation of 0.8. compressed-tensors rounds NVFP4 weights to bfloat16
+# after the global scale, and ours are exact before it, so a weight differs by up to 2**-8 of itself. MXFP4 and FP8 have
+# no second scale, so both readers compute with the same bfloat16 weights in the same order. For NF4 bitsandbytes has
+# its own CPU kernel, which adds in another order: 0.062 at most and 0.009 in the mean on a Xeon with AMX.
 BAND = {"nvfp4": 0.1, "mxfp4": 0.0, "nf4": 0.1, "fp8": 0.0}
 
 
@@ -46,7 +45,7 @@ def test_the_same_directory_gives_the_same_logits(tmp_path: Path, weight_format:
     ours = load(tmp_path, dtype=torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **decompress)
     a, b = logprobs(ours), logprobs(theirs)
-    assert b.std() > 0.5  # logits that say something
+    assert b.std() > 0.5  # the log-probs vary
     assert (a - b).abs().max() <= BAND[weight_format.NAME]
     assert (a - b).abs().mean() <= BAND[weight_format.NAME] / 5
     if weight_format.NAME == "nf4":
@@ -56,7 +55,7 @@ def test_the_same_directory_gives_the_same_logits(tmp_path: Path, weight_format:
 
 
 def assert_decompressed_weights_equal(ours: PreTrainedModel, theirs: PreTrainedModel, weight_format: Format) -> None:
-    """Bit-equal to our `dequantize`, and to alpha * W', which our Linear computes with, up to the rounding of NVFP4."""
+    """Assert that weights equal our `dequantize`, and alpha * W' of our Linear up to the rounding of NVFP4."""
     for path, layer in ours.named_modules():
         if isinstance(layer, PackedLinear):
             shape, other = (layer.out_features, layer.in_features), theirs.get_submodule(path)

@@ -1,4 +1,4 @@
-"""LoRA computed as one operation against PEFT's own modules: values, gradients, what is saved, when it steps aside."""
+"""LoRA as one operation against PEFT's modules: values, gradients, saved tensors, and when it is not used."""
 
 import copy
 from collections.abc import Callable
@@ -35,7 +35,7 @@ RANK = 4
 def with_adapter(base: nn.Module, **config: Any) -> LoraLinear:
     lora = LoraConfig(r=RANK, lora_alpha=10, target_modules=["0"], **config)
     register_lora(lora)
-    layer = inject_adapter_in_model(lora, nn.Sequential(base, nn.LayerNorm(N)))[0]  # PEFT wants a parameter
+    layer = inject_adapter_in_model(lora, nn.Sequential(base, nn.LayerNorm(N)))[0]  # PEFT needs a parameter
     assert isinstance(layer, LoraLinear)
     nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
     return layer
@@ -59,7 +59,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_gradients_are_those_of_the_formula() -> None:
+def test_gradients_equal_the_formula() -> None:
     layer = with_adapter(linear().double())
     assert layer.lora_A["default"].weight.dtype is torch.float64
     x = torch.randn(3, 2, K, dtype=torch.float64, requires_grad=True)
@@ -71,7 +71,9 @@ def test_gradients_are_those_of_the_formula() -> None:
 
 @each_packed
 @pytest.mark.parametrize("bias", [True, False])
-def test_packed_bases(weight_format: Format, bias: bool, fused_calls: list[int]) -> None:
+def test_values_and_gradients_on_packed_bases_equal_peft(
+    weight_format: Format, bias: bool, fused_calls: list[int]
+) -> None:
     layer = with_adapter(packed_linear(weight_format, bias=bias))
     strided = torch.randn(3, K, 5).transpose(1, 2)
     for x in (torch.randn(K), torch.randn(7, K), strided, torch.randn(0, K)):
@@ -83,7 +85,7 @@ def test_packed_bases(weight_format: Format, bias: bool, fused_calls: list[int])
 
 
 @each_packed
-def test_autocast(weight_format: Format) -> None:
+def test_values_and_gradients_under_autocast_equal_peft(weight_format: Format) -> None:
     layer = with_adapter(packed_linear(weight_format))
     x = torch.randn(7, K, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -95,7 +97,7 @@ def test_autocast(weight_format: Format) -> None:
     torch.testing.assert_close(own, theirs, rtol=5e-2, atol=0.1)
 
 
-def test_what_is_saved_for_the_backward_pass() -> None:
+def test_no_dense_weight_is_saved_for_the_backward_pass() -> None:
     layer, shapes = with_adapter(packed_linear(NVFP4)), []
     x = torch.randn(7, K, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
@@ -103,7 +105,7 @@ def test_what_is_saved_for_the_backward_pass() -> None:
     assert sorted(shapes) == sorted([(7, K), (7, RANK), (RANK, K), (N, RANK)])
 
 
-def test_it_steps_aside_where_the_adapter_drops_out_or_is_off(fused_calls: list[int]) -> None:
+def test_the_operation_is_not_used_with_dropout_or_a_disabled_adapter(fused_calls: list[int]) -> None:
     x = torch.randn(7, K)
     with_adapter(packed_linear(NVFP4), lora_dropout=0.5)(x)
     layer = with_adapter(packed_linear(NVFP4))
@@ -153,10 +155,10 @@ def test_lora_gradients_equal_those_on_a_dense_base(checkpointing: bool | None) 
 
 
 def test_a_new_adapter_is_drawn_from_the_seed_of_the_run_alone(tiny: Callable[..., RunConfig]) -> None:
-    """Else the seeds of an arm would begin alike, and their interval would leave out what the beginning changes."""
+    """Otherwise all seeds of an arm would begin alike, and the interval over seeds would be too narrow."""
 
     def draw(seed: int) -> dict[str, Tensor]:
-        torch.rand(1 + seed)  # what ran before in the process does not matter
+        torch.rand(1 + seed)  # earlier draws of the process do not matter
         model = policy.build(tiny(seed=seed, format__name="bf16"), torch.device("cpu")).model
         return {name: matrix for name, matrix in get_peft_model_state_dict(model).items() if "lora_A" in name}
 

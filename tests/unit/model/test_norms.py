@@ -1,4 +1,4 @@
-"""The norms that carry noise: which they are, and that float32 weights leave the model's numbers as they were."""
+"""The norms that get noise. With float32 weights and no noise they leave the numbers of a model unchanged."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.policy import fitting_norms, hold_in_float32, noisy_norms
 
 USUAL = AqnConfig().norms
-BEFORE = ["input_layernorm", "pre_feedforward_layernorm"]  # of Gemma, which has norms after the layers too
+BEFORE = ["input_layernorm", "pre_feedforward_layernorm"]  # in Gemma, which has norms after the layers too
 IDS = torch.arange(12).view(2, 6)
 
 
 def small(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model of an architecture with random weights, two blocks, norms unlike 1."""
+    """Return a model of an architecture with two blocks, random weights, and norms that differ from 1."""
     config = AutoConfig.for_model(
         kind, vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, pad_token_id=0,
@@ -29,7 +29,7 @@ def small(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-def test_the_usual_norms_feed_q_k_v_and_gate_up(kind: str) -> None:
+def test_the_default_norms_feed_q_k_v_and_gate_up(kind: str) -> None:
     found = noisy_norms(small(kind), USUAL, "M")
     assert list(found) == [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in USUAL]
 
@@ -39,7 +39,7 @@ def test_the_usual_norms_feed_q_k_v_and_gate_up(kind: str) -> None:
     ("glm4", ["post_self_attn_layernorm"], USUAL),  # its post_attention_layernorm does feed gate and up
     ("qwen3", ["norm"], USUAL), ("qwen3", ["q_norm"], USUAL),
 ])  # fmt: skip
-def test_norms_that_feed_no_linear_layer_are_refused_and_those_that_do_are_named(
+def test_norms_that_feed_no_linear_layer_are_refused_and_fitting_ones_are_named(
     kind: str, refused: list[str], allowed: list[str]
 ) -> None:
     model = small(kind)
@@ -48,7 +48,7 @@ def test_norms_that_feed_no_linear_layer_are_refused_and_those_that_do_are_named
     assert len(noisy_norms(model, allowed, "M")) == 4
 
 
-def test_a_norm_with_a_bias_is_refused_where_it_would_have_two_dtypes() -> None:
+def test_a_norm_with_a_bias_is_refused_in_bfloat16() -> None:
     """torch's LayerNorm takes no float32 weight with a bfloat16 input."""
     assert len(noisy_norms(small("starcoder2"), USUAL, "M")) == 4
     with pytest.raises(ConfigError, match=r"layers\.0\.input_layernorm .* has a bias .* Type model\.dtype=float32"):
@@ -65,7 +65,7 @@ def test_a_command_without_the_option_takes_the_norms_that_the_model_has(kind: s
 
 
 def logits_and_gradient(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Logits, and the gradient of the embeddings, which goes through every norm."""
+    """Return logits, and the gradient of the embeddings, which goes through every norm."""
     model.zero_grad()
     logits = model(IDS).logits
     logits.float().log_softmax(-1)[..., 3].sum().backward()
@@ -73,7 +73,7 @@ def logits_and_gradient(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma2"])
-def test_float32_norms_without_noise_give_the_bits_of_bfloat16_ones(kind: str) -> None:
+def test_float32_norms_without_noise_give_the_bits_of_bfloat16_norms(kind: str) -> None:
     model = small(kind, torch.bfloat16)
     before = logits_and_gradient(model)
     norms = noisy_norms(model, BEFORE if kind == "gemma2" else USUAL, "M")
@@ -85,7 +85,7 @@ def test_float32_norms_without_noise_give_the_bits_of_bfloat16_ones(kind: str) -
 
 
 def test_a_policy_in_bfloat16_is_written_with_norms_in_bfloat16(tiny, build_policy) -> None:
-    """As it was read: an engine and an export take the tensors from here."""
+    """Their dtype is then as in the files. An engine and an export take these tensors."""
     policy = build_policy(tiny(model__dtype="bfloat16"))
     for name, weight in base_tensors(policy).items():
         if "norm" in name:

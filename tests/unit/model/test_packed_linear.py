@@ -25,7 +25,7 @@ def gradients(module: nn.Module, x: Tensor, *parameters: Tensor) -> list[Tensor]
 
 @each_packed
 @pytest.mark.parametrize("bias", [True, False])
-def test_forward_and_gradient_are_those_of_a_dense_linear(weight_format: Format, bias: bool) -> None:
+def test_forward_and_gradient_equal_a_dense_linear(weight_format: Format, bias: bool) -> None:
     packed = packed_linear(weight_format, bias=bias)
     twin = dense_twin(packed)
     strided = torch.randn(3, K, 5).transpose(1, 2)
@@ -36,7 +36,7 @@ def test_forward_and_gradient_are_those_of_a_dense_linear(weight_format: Format,
 
 
 def test_nvfp4_applies_alpha_after_the_product() -> None:
-    """As the engines do: rounding value * scale / global scale to bfloat16 first gives another result."""
+    """Engines do the same. Rounding value * scale / global scale to bfloat16 first gives another result."""
     packed = packed_linear(NVFP4, bias=False, dtype=torch.bfloat16)
     x = torch.randn(64, K, dtype=torch.bfloat16)
     unpack, alpha = packed.decoder
@@ -46,11 +46,11 @@ def test_nvfp4_applies_alpha_after_the_product() -> None:
 
 
 @each_packed
-def test_input_dtype_and_autocast(weight_format: Format) -> None:
+def test_the_output_has_the_dtype_of_the_input_or_of_autocast(weight_format: Format) -> None:
     packed = packed_linear(weight_format)
     twin = dense_twin(packed)
     x = torch.randn(7, K, requires_grad=True)
-    short = x.bfloat16()  # without autocast computed in float32, and returned as it came
+    short = x.bfloat16()  # without autocast it is computed in float32, and returned in its dtype
     assert torch.equal(packed(short), packed(short.float()).bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = packed(x), twin(x)
@@ -80,7 +80,7 @@ def saved_shapes(module: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
 def test_no_dense_weight_outlives_the_forward(weight_format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = packed_linear(weight_format)
     x = torch.randn(7, K, requires_grad=True)
-    assert (N, K) in [tuple(sorted(shape)) for shape in saved_shapes(dense_twin(packed), x)]  # the test can see one
+    assert (N, K) in [tuple(sorted(shape)) for shape in saved_shapes(dense_twin(packed), x)]  # the test would see one
     assert saved_shapes(packed, x) == []
     made = []
     decoder = packed.decoder
@@ -106,7 +106,7 @@ def test_dense_cache_gives_the_same_bits(weight_format: Format) -> None:
     cached.dense_cache = True
     x = torch.randn(7, K, requires_grad=True)
     with torch.inference_mode():
-        cached(x.detach())  # what generation fills, training uses
+        cached(x.detach())  # generation fills the cache, and training uses it
     for module_dtype in (torch.float32, torch.bfloat16):
         packed.to(module_dtype), cached.to(module_dtype)
         assert cached._dense == {}
@@ -156,7 +156,7 @@ def test_moves_between_devices_keep_dtypes(weight_format: Format) -> None:
 
 @pytest.fixture
 def q_and_k() -> nn.ModuleList:
-    """Two layers that hold one tensor, in tiles of which each has a half."""
+    """Return two layers on one tensor in tiles. Each layer has half of every tile."""
     layers = nn.ModuleList(packed_from(nn.Linear(K, BLOCK, bias=False), NVFP4) for _ in range(2))
     packed = [layer.packed() for layer in layers]
     whole = pack(*(torch.cat([own[key] for own in packed]) for key in ("weight_packed", "weight_scale")), tile=2)
@@ -165,7 +165,7 @@ def q_and_k() -> nn.ModuleList:
     return layers
 
 
-def test_each_counts_its_own_bytes_and_all_together_the_tensor_once(q_and_k: nn.ModuleList) -> None:
+def test_layers_on_one_tensor_count_their_own_bytes_and_together_the_tensor_once(q_and_k: nn.ModuleList) -> None:
     own = BLOCK * K * 9 // 16 + 4
     assert [layer.packed_bytes() for layer in q_and_k] == [own, own]
     assert linear_bytes(q_and_k) == total_bytes(q_and_k) == 2 * own
@@ -173,7 +173,7 @@ def test_each_counts_its_own_bytes_and_all_together_the_tensor_once(q_and_k: nn.
     assert linear_bytes(q_and_k) == total_bytes(q_and_k) == 2 * own
 
 
-def test_a_change_of_dtype_leaves_them_on_one_tensor(q_and_k: nn.ModuleList) -> None:
+def test_a_change_of_dtype_leaves_layers_on_one_tensor(q_and_k: nn.ModuleList) -> None:
     whole, x = q_and_k[0].weight, torch.randn(7, K)
     before = [layer(x) for layer in q_and_k]
     q_and_k.to("cpu", torch.bfloat16).float()

@@ -1,4 +1,4 @@
-"""A run that begins with an adapter of another: what it takes over, what does not fit, what arm it is."""
+"""A run that begins with the adapter of another: its weights, its arm, and adapters that do not fit."""
 
 import json
 import shutil
@@ -30,13 +30,13 @@ Tiny = Callable[..., RunConfig]
 
 @pytest.fixture
 def begun(tiny: Tiny) -> Tiny:
-    """Composes a run that begins with the adapter in a folder."""
+    """Return a function that composes a run that begins with the adapter in a folder."""
     return lambda start, **changes: with_absolute_paths(tiny(lora__start_from=str(start), **changes))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, build_policy: Callable[[RunConfig], Policy]) -> Path:
-    """A finished run whose adapter does something."""
+    """Return the directory of a run with an adapter."""
     cfg = tiny(format__name="bf16")
     directory = claimed(tmp_path_factory.mktemp("runs") / "first", cfg)
     policy.save_adapter(build_policy(cfg).model, directory.adapter)
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, build_policy: Call
 
 
 def changed(run: Path, folder: Path, **settings: Any) -> Path:
-    """A copy of the run's adapter with other settings."""
+    """Copy the run's adapter with other settings; return its folder."""
     folder.mkdir()
     shutil.copyfile(run / "adapter" / "adapter_model.safetensors", folder / "adapter_model.safetensors")
     config = json.loads((run / "adapter" / "adapter_config.json").read_text()) | settings
@@ -53,7 +53,7 @@ def changed(run: Path, folder: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize("of_run", [True, False])
-def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, begun: Tiny, of_run: bool) -> None:
+def test_a_run_begins_with_the_adapter_weights_of_another(run: Path, tmp_path: Path, begun: Tiny, of_run: bool) -> None:
     start = run if of_run else changed(run, tmp_path / "adapter")
     cfg = begun(start, format__name="nvfp4")
     check(cfg, tmp_path / "second")
@@ -66,7 +66,7 @@ def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, beg
     assert any(f"begins with the adapter of {start}" in note for note in session.notes)
 
 
-def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Path) -> None:
+def test_the_content_of_the_adapter_decides_the_arm(run: Path, tmp_path: Path) -> None:
     words = ["lora.rank=4", "format=bf16"]
     (fresh,) = make_plan(words, multirun=False).jobs
     (begun,) = make_plan([*words, f"lora.start_from={run}"], multirun=False).jobs
@@ -93,14 +93,14 @@ def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Pa
         ({"peft_type": "IA3"}, "is no LoRA adapter"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_run_starts(
+def test_an_adapter_that_does_not_fit_is_refused_before_a_run_starts(
     run: Path, tmp_path: Path, begun: Tiny, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check(begun(changed(run, tmp_path / "other", **settings), format__name="bf16"), tmp_path / "run")
 
 
-def test_settings_that_are_no_object_are_refused(run: Path, tmp_path: Path, begun: Tiny) -> None:
+def test_an_adapter_config_that_is_no_json_object_is_refused(run: Path, tmp_path: Path, begun: Tiny) -> None:
     folder = changed(run, tmp_path / "other")
     (folder / "adapter_config.json").write_text("[]")
     with pytest.raises(ConfigError, match="is no LoRA adapter with a list of layers"):
@@ -111,10 +111,10 @@ def test_settings_that_are_no_object_are_refused(run: Path, tmp_path: Path, begu
 @pytest.mark.parametrize(
     "init", [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora", "OLoRA"]
 )
-def test_an_adapter_is_refused_where_peft_changed_its_base(
+def test_an_adapter_is_refused_if_its_initialization_changed_the_base(
     run: Path, tmp_path: Path, begun: Tiny, init: bool | str
 ) -> None:
-    """CorDA and LoRA-GA, which change it too, want data first, and LoftQ a GPU."""
+    """CorDA and LoRA-GA also change the base, but need data first; LoftQ needs a GPU. They are not tried here."""
     base = tiny_model()
     before = {name: weight.clone() for name, weight in base.state_dict().items()}
     lora = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=init)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_an_adapter_is_refused_where_peft_changed_its_base(
         adapter_files.check(cfg)
 
 
-def test_an_adapter_that_is_not_there_or_has_changed_is_refused(run: Path, tmp_path: Path, begun: Tiny) -> None:
+def test_a_missing_or_changed_adapter_is_refused(run: Path, tmp_path: Path, begun: Tiny) -> None:
     with pytest.raises(ConfigError, match="holds no adapter_model"):
         begun(tmp_path)
     cfg = begun(changed(run, tmp_path / "copy"), format__name="bf16")

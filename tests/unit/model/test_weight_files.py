@@ -1,4 +1,4 @@
-"""Folders of safetensors: what they hold is what is read, and what is damaged is named."""
+"""Folders of safetensors are read bit for bit, and damaged files are named."""
 
 import json
 import re
@@ -27,7 +27,7 @@ SHARDS = {"model-1.safetensors": ["a.weight", "b.weight_scale"], "model-2.safete
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two shards and their index."""
+    """Write two shards and their index."""
     for file, names in SHARDS.items():
         save_file({name: TENSORS[name] for name in names}, tmp_path / file)
     write_index(tmp_path, {name: file for file, names in SHARDS.items() for name in names})
@@ -53,10 +53,10 @@ def test_shards_are_read_as_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "opened"), [("cuda", "cuda:1"), (torch.device("cuda"), "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")]
 )
-def test_a_gpu_without_a_number_is_that_of_the_process(
+def test_a_gpu_without_a_number_is_the_current_one_of_the_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, asked: torch.device | str, opened: str
 ) -> None:
-    """safetensors would take the first: the second of two ranks would read its weights onto the other's GPU."""
+    """safetensors would take the first GPU, so the second of two ranks would read its weights onto the wrong GPU."""
     devices: list[str] = []
 
     def open_on_cpu(file: Path, framework: str, device: str) -> object:
@@ -87,7 +87,7 @@ def test_a_shard_that_is_not_whole_is_named(folder: Path, kept: int | None) -> N
 
 
 def test_two_sets_of_weights_are_refused_by_every_reader(folder: Path) -> None:
-    """transformers reads the one file, the lab the shards."""
+    """transformers would read the single file, and the lab the shards."""
     save_file(TENSORS, folder / SINGLE)
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
@@ -112,7 +112,7 @@ def test_two_sets_of_weights_are_refused_by_every_reader(folder: Path) -> None:
         ),
     ],
 )
-def test_an_index_that_is_none_or_lists_what_is_not_there_is_refused(folder: Path, text: str, says: str) -> None:
+def test_an_index_that_is_malformed_or_lists_missing_files_is_refused(folder: Path, text: str, says: str) -> None:
     (folder / INDEX).write_text(text)
     with pytest.raises(ValueError, match=re.escape(says.replace("INDEX", str(folder / INDEX)))):
         WeightFiles(folder)
@@ -126,12 +126,12 @@ def test_pocket_and_directories_are_found(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("path", ["/no/such/place", "~/no-such-place"])
-def test_a_directory_that_is_not_there_is_not_asked_of_the_hub(path: str) -> None:
+def test_the_hub_is_not_asked_for_a_missing_directory(path: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"model.path={path} is no directory")):
         local_folder(path, None)
 
 
-def test_a_hub_id_out_of_reach_says_what_to_type(
+def test_the_refusal_of_an_unreachable_hub_id_says_what_to_type(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say_hub_is_asked.cache_clear()
