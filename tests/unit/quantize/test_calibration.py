@@ -1,4 +1,4 @@
-"""Calibration texts: read, rendered, packed; and what is said where that fails."""
+"""Calibration texts are read, rendered and cut into sequences. Errors name the row, the file or the dataset."""
 
 import json
 from pathlib import Path
@@ -59,8 +59,8 @@ def test_without_a_chat_template_the_turns_are_lines(tmp_path: Path, monkeypatch
     assert sequences(dataset, 2, len(ids)).tolist() == [ids, ids]
 
 
-def test_a_tokenizer_that_begins_texts_with_a_token_adds_none(tmp_path: Path) -> None:
-    """A chat template writes that token itself, and the texts of one sequence follow each other."""
+def test_the_start_token_that_a_tokenizer_adds_to_texts_is_left_out(tmp_path: Path) -> None:
+    """A chat template writes that token itself, and a sequence has several texts."""
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     begins = TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     tokenizer.backend_tokenizer.post_processor = begins
@@ -71,12 +71,12 @@ def test_a_tokenizer_that_begins_texts_with_a_token_adds_none(tmp_path: Path) ->
     assert found.tolist() == [ids]
 
 
-def test_a_line_separator_within_a_text_ends_no_row(tmp_path: Path) -> None:
+def test_a_unicode_line_separator_does_not_end_a_row(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "9\u2028+ 1"}\n', encoding="utf-8")
     assert sequences(str(tmp_path / "rows.jsonl"), 1, 2).shape == (1, 2)
 
 
-def test_the_seed_orders_the_rows(tmp_path: Path) -> None:
+def test_the_seed_decides_the_order_of_the_rows(tmp_path: Path) -> None:
     dataset = write(tmp_path, *({"text": f"{n} + 1 is {n + 1}."} for n in range(9)))
     first, again, other = (sequences(dataset, 2, 16, seed) for seed in (0, 0, 1))
     assert torch.equal(first, again)

@@ -1,7 +1,7 @@
-"""AWQ and GPTQ: what llmcompressor wrote, and (where it is installed) what it writes.
+"""AWQ and GPTQ: checkpoints that llmcompressor wrote, and new ones if it is installed.
 
-The last need the environment of `make quantize-env`: `.venv-quantize/bin/python -m pip install pytest pytest-timeout`,
-then `.venv-quantize/bin/python -m pytest tests/unit/quantize/test_llmcompressor.py`.
+Tests of new ones need the environment of `make quantize-env`. Type
+`.venv-quantize/bin/python -m pip install pytest pytest-timeout`, then `.venv-quantize/bin/python -m pytest tests/unit/quantize/test_llmcompressor.py`.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from qerl_lab.quantize.quantize_options import QuantizeOptions
 from small_checkpoints import load, write_dense
 
 DATA = Path(__file__).parents[2] / "data"
-# By method=awq of a random Qwen2, llmcompressor 0.14.0.1, compressed-tensors 0.19.0.
+# A random Qwen2, written with method=awq, llmcompressor 0.14.0.1 and compressed-tensors 0.19.0.
 WRITTEN = DATA / "llmcompressor_nvfp4"
 
 
@@ -39,7 +39,9 @@ def test_error_on_more_tokens_than_the_model_reads(tmp_path: Path) -> None:
         llmcompressor.run(options, write_dense(tmp_path, model), [], tmp_path / "out")
 
 
-def test_a_gpu_that_it_would_take_all_the_same_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_cpu_is_refused_with_a_visible_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     llmcompressor.check(QuantizeOptions(method="gptq"))
@@ -47,8 +49,8 @@ def test_a_gpu_that_it_would_take_all_the_same_is_refused(monkeypatch: pytest.Mo
         llmcompressor.check(QuantizeOptions(method="gptq", device="cpu"))
 
 
-def test_its_files_are_as_large_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without llmcompressor: the dense model is saved."""
+def test_files_have_at_most_the_typed_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for llmcompressor leaves the model dense."""
     kinds = dict.fromkeys(("GPTQModifier", "QuantizationModifier"), lambda **_: None)
     names = ("llmcompressor", "llmcompressor.modifiers", "llmcompressor.modifiers.gptq",
              "llmcompressor.modifiers.quantization", "loguru")  # fmt: skip
@@ -64,7 +66,7 @@ def test_its_files_are_as_large_as_typed(tmp_path: Path, monkeypatch: pytest.Mon
     assert 1 < len(files) < len(model.state_dict())
 
 
-def test_what_llmcompressor_writes_is_recognized() -> None:
+def test_checkpoints_of_llmcompressor_are_recognized() -> None:
     for name in ("nvfp4", "mxfp4"):
         config = json.loads((DATA / f"llmcompressor_{name}" / "config.json").read_text())["quantization_config"]
         assert config["version"] == "0.19.0"
@@ -72,8 +74,8 @@ def test_what_llmcompressor_writes_is_recognized() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
-def test_its_checkpoint_gives_the_logits_that_transformers_computes() -> None:
-    """In float32. The band: they round value * scale / global scale to bfloat16, we do not; 0.4% of the logits."""
+def test_a_checkpoint_of_llmcompressor_gives_the_logits_of_transformers() -> None:
+    """The band is for transformers, which rounds value * scale / global scale to bfloat16: 0.4% of the logits."""
     ours = load(WRITTEN)
     theirs = AutoModelForCausalLM.from_pretrained(
         WRITTEN, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
@@ -88,8 +90,8 @@ def test_its_checkpoint_gives_the_logits_that_transformers_computes() -> None:
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
-def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None:
-    """Loads; GPTQ's layers answer to the calibration text better than rounding does."""
+def test_a_calibrated_checkpoint_loads_and_gptq_is_better_than_rounding(name: str, method: str, tmp_path: Path) -> None:
+    """Compare logits on the calibration text. AWQ may be slightly worse than rounding."""
     pytest.importorskip("llmcompressor", reason="llmcompressor is not installed: make quantize-env")
     model = tiny_model(dtype=torch.bfloat16)
     model.resize_token_embeddings(AutoConfig.from_pretrained(ASSETS).vocab_size)
@@ -107,7 +109,7 @@ def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None
     llmcompressor.run(options, tmp_path / "dense", ["lm_head"], tmp_path / "out")
     stored = stored_as(tmp_path / "out")
     assert stored == PackedAs(type(BY_NAME[name])(None), ("lm_head",))
-    written = load(tmp_path / "out")  # which refuses parts of a fused layer that do not share their global scale
+    written = load(tmp_path / "out")  # it refuses parts of a fused layer with different global scales
     tokens = llmcompressor.calibration.sequences(
         options.dataset, llmcompressor.AutoTokenizer.from_pretrained(ASSETS), samples=8, tokens=32, seed=0
     )

@@ -1,4 +1,4 @@
-"""The numbers of quality.json against computations of another kind, in float64."""
+"""The numbers of quality.json against independent computations in float64."""
 
 import json
 import math
@@ -25,7 +25,7 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
-    """The pocket's architecture with random weights, dense and in NVFP4, with lm_head in full."""
+    """Write a tiny model with random weights, dense and in NVFP4 with a dense lm_head."""
     folder = tmp_path_factory.mktemp("quality")
     return write_dense(folder / "dense", dense_model()), write_packed(folder / "packed", dense_model(), NVFP4)
 
@@ -39,7 +39,7 @@ def options_for(folders: tuple[Path, Path], **changes) -> QuantizeOptions:
 
 
 def nvfp4_by_hand(files: WeightFiles, name: str) -> np.ndarray:
-    """Float64, from the definition of the format."""
+    """Dequantize in float64 by the definition of the format."""
     packed = files.tensor(f"{name}.weight_packed").numpy()
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
     values = np.array([*E2M1, *(-value for value in E2M1)])[codes]
@@ -47,7 +47,7 @@ def nvfp4_by_hand(files: WeightFiles, name: str) -> np.ndarray:
     return values * np.repeat(scale, 16, axis=1) / files.tensor(f"{name}.weight_global_scale").double().numpy()
 
 
-def test_bits_sizes_and_sqnr(folders):
+def test_bits_sizes_and_sqnr_equal_computations_by_hand(folders):
     dense, packed = map(WeightFiles, folders)
     names = packable(dense_model(), ["lm_head"])
     result = quality.measure(options_for(folders), folders[0], names, folders[1], CPU)
@@ -101,7 +101,7 @@ def test_a_layer_without_error_has_an_infinite_sqnr():
     ("weight", 0, " has weights that are NaN"), ("weight_scale", 1, ".weight_scale has negative numbers or NaN"),
 ])  # fmt: skip
 def test_a_weight_that_is_nan_is_an_error_and_no_infinite_sqnr(folders, tmp_path, part, at_fault, said, fit_scales):
-    """GPTQ and AWQ are other libraries, whose results are read here first."""
+    """GPTQ and AWQ are of another library, and their results are read here first."""
     name = packable(dense_model(), ["lm_head"])[3]
     broken = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders]
     file = broken[at_fault] / "model.safetensors"
@@ -113,7 +113,7 @@ def test_a_weight_that_is_nan_is_an_error_and_no_infinite_sqnr(folders, tmp_path
 
 
 def test_weights_that_float32_cannot_square_have_an_sqnr(folders, tmp_path):
-    """Formats take weights up to 2**100, and one error counts for quality.json and for `evaluate entropy`."""
+    """Formats take weights up to 2**100. quality.json and `evaluate entropy` share one computation of the error."""
     name, large = packable(dense_model(), ["lm_head"])[3], dense_model()
     large.get_submodule(name).weight.data *= 2.0**80
     files = [WeightFiles(write(tmp_path / sort, large, *how)) for write, sort, *how in (
@@ -124,8 +124,8 @@ def test_weights_that_float32_cannot_square_have_an_sqnr(folders, tmp_path):
     assert (signal, error) == pytest.approx([square * 2.0**160 for square in as_usual])
 
 
-def test_the_scales_that_awq_moves_are_undone_and_nothing_else():
-    """W' = R (W + E) C, as where both the inputs and the outputs of a layer were rescaled."""
+def test_scales_that_awq_moves_are_undone_and_errors_stay():
+    """W' = R (W + E) C, if both the inputs and the outputs of a layer were rescaled."""
     torch.manual_seed(0)
     weight = torch.randn(256, 192)
     noise = 0.1 * torch.randn_like(weight)
@@ -140,7 +140,7 @@ def test_the_scales_that_awq_moves_are_undone_and_nothing_else():
     assert remove_scales(weight, dead).isfinite().all()
 
 
-def test_awq_alone_is_compared_after_its_scales(folders, tmp_path):
+def test_only_awq_is_compared_after_its_scales_are_undone(folders, tmp_path):
     twice = dense_model()
     for layer in twice.model.layers:
         layer.mlp.down_proj.weight.data *= 2

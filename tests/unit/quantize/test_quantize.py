@@ -1,4 +1,4 @@
-"""The quantize command in this process: what it refuses, what it writes, what transformers makes of it."""
+"""The quantize command in this process: its refusals, its files, and how transformers reads them."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SHARDS = "shard_gb=2e-5"  # 20 kB: several files
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> Path:
-    """An empty working directory; what the command sets for its own process stays out of this one."""
+    """Change to an empty directory; keep the command's environment variables out of this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quantize, "CHILD_ENVIRONMENT", {})
     with torch.compiler.set_stance("force_eager"):  # compressed-tensors compiles
@@ -97,9 +97,9 @@ def test_a_wrong_command_is_refused(words, parts, capsys):
         assert part in text
 
 
-def test_where_it_would_overwrite_it_says_so(here, model, capsys):
+def test_a_folder_that_may_not_be_overwritten_is_refused(here, model, capsys):
     (here / "out").mkdir()
-    (here / "out" / "config.json").write_text('{"quantization_config": {}}')  # as another program's
+    (here / "out" / "config.json").write_text('{"quantization_config": {}}')  # of another program
     for words in (["out=out"], ["out=out", "overwrite=true"]):
         assert "was not made by this command" in refused(capsys, model, *words)
     for out in ("model", "model/out", "."):
@@ -126,12 +126,12 @@ def test_a_list_that_would_pack_the_head_is_refused(model, capsys):
 @pytest.mark.parametrize(
     ("damage", "code", "parts"),
     [
-        # what is no model
+        # no model
         (lambda f: (f / "config.json").unlink(), 2, ["model=model holds no config.json, so it is no model directory"]),
         (lambda f: (f / "model.safetensors").unlink(), 2, ["model=model holds no weights in safetensors"]),
         (lambda f: (f / "tokenizer.json").unlink(), 2, ["model=model holds no tokenizer; allowed: tokenizer.json"]),
         (lambda f: edit_config(f, model_type="nosuch"), 2, [NO_MODEL]),
-        # a damaged one
+        # a damaged model
         (
             lambda f: edit_tensors(f, model__layers__1__mlp__up_proj__weight=None),
             1,
@@ -162,7 +162,7 @@ def test_a_damaged_model_is_named_by_file_and_tensor(here, model, capsys, damage
         assert part in text
 
 
-def test_everything_that_belongs_to_a_model_is_there_and_only_that(here, model):
+def test_all_files_of_a_model_are_written_and_no_others(here, model):
     for name in ("tokenizer.model", "LICENSE", "chat_template.jinja", "generation_config.json", "notes.md", "x.bin"):
         (here / "model" / name).write_text(json.dumps({"name": name}))
     assert run(model, "out=out", SHARDS) == 0
@@ -180,8 +180,8 @@ def test_everything_that_belongs_to_a_model_is_there_and_only_that(here, model):
     assert config == json.loads(source["config.json"])
 
 
-def test_no_other_command_takes_the_copy_of_a_model_for_its_own(here, model):
-    """What the lab noted of the source stays there: by it a command knows what it may replace."""
+def test_records_of_the_source_are_not_copied(here, model):
+    """A command recognizes the folders that it may replace by its records, so a copy must not have them."""
     noted = {"warmup.json", "export.json", "recipe.json", "gguf.json", "quality.json"}
     for name in noted:
         (here / "model" / name).write_text('{"of": "the source"}')
@@ -193,8 +193,8 @@ def test_no_other_command_takes_the_copy_of_a_model_for_its_own(here, model):
         check_warmup(WarmupOptions(model="pocket", task="arithmetic", out="out", overwrite=True))
 
 
-def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, model, capsys):
-    """The last lines of the command are commands that are accepted: one measures the checkpoint, one trains on it."""
+def test_ignored_layers_stay_dense_and_the_printed_commands_are_accepted(here, model, capsys):
+    """The last two lines of the output are commands: one measures the checkpoint, one trains on it."""
     assert run(model, "out='out, 2'", "format=nf4", "ignore=[lm_head,v_proj]", "double_quant=false") == 0
     *_, measure, train = capsys.readouterr().out.splitlines()
     options = parse_options(EntropyOptions, shlex.split(measure.split("-m qerl_lab.evaluate entropy ")[1]))
@@ -215,7 +215,7 @@ def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, mod
         ({"format": "mxfp4", "exponent_rule": "floor"}, ["+experiment=mxfp4_aqn", "format.exponent_rule=floor"]),
     ],
 )
-def test_the_words_to_train_with_are_those_that_the_checkpoint_needs(options, words):
+def test_the_printed_overrides_are_those_that_the_checkpoint_needs(options, words):
     usual = ["+experiment=fp8_aqn", "scale=custom", "model.path=out"]
     usual += ["task=gsm8k"] if options.get("model") != "pocket" else []
     written = training_overrides(QuantizeOptions(**{"model": "m", "out": "out"} | options))
@@ -225,7 +225,7 @@ def test_the_words_to_train_with_are_those_that_the_checkpoint_needs(options, wo
 
 @pytest.mark.parametrize("entry", ["model.layers.1", "re:model[.]layers[.]1[.]"])
 def test_transformers_reads_ignore_of_nf4_as_the_lab_does(here, entry):
-    """It compares beginnings of names, and would take layers.1 for layers.10 too; it knows no patterns."""
+    """transformers compares the beginnings of names, so layers.1 would match layers.10; it knows no patterns."""
     (here / "model").mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 11, "num_attention_heads": 4}
     write_random(here / "model", **sizes)
@@ -238,7 +238,7 @@ def test_transformers_reads_ignore_of_nf4_as_the_lab_does(here, entry):
     assert not should_convert_module("model.layers.1.mlp.up_proj", skipped)
 
 
-def test_a_tied_head_is_left_dense_and_said_to_be(here):
+def test_a_tied_head_is_left_dense_and_listed_as_ignored(here):
     (here / "model").mkdir()
     write_dense(here / "model", tiny_model(tied=True))
     assert run("model=model", "out=out", "ignore=[]") == 0
@@ -246,8 +246,8 @@ def test_a_tied_head_is_left_dense_and_said_to_be(here):
     assert not any("lm_head" in name for name in WeightFiles(Path("out")).names)
 
 
-def test_a_calibrated_model_gets_what_belongs_to_it_and_is_made_again_if_it_was_interrupted(here, model, monkeypatch):
-    """A stand-in writes what llmcompressor would, and is interrupted in its middle the first time."""
+def test_an_interrupted_calibration_leaves_nothing_and_a_complete_one_all_files(here, model, monkeypatch):
+    """A stand-in writes the files of llmcompressor. Its first call is interrupted."""
     from qerl_lab.quantize import llmcompressor
 
     assert run(model, "out=rtn") == 0

@@ -1,4 +1,4 @@
-"""Packing a checkpoint file by file: the bits of packing it whole, fused layers in one piece."""
+"""Packing a checkpoint file by file gives the bits of packing it whole. Fused layers are packed together."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 @each_packed
 @pytest.mark.parametrize(("dtype", "source_shard"), [(torch.float32, "5KB"), (torch.bfloat16, "2GB")])
 def test_the_files_hold_the_bits_of_a_model_packed_whole(tmp_path, weight_format, dtype, source_shard):
-    """With 5 KB a source file, the parts of fused layers lie in different files."""
+    """With source files of 5 KB, the parts of fused layers are in different files."""
     model = model_of(dtype=dtype)
     write_dense(tmp_path / "dense", model, max_shard_size=source_shard)
     source = WeightFiles(tmp_path / "dense")
@@ -64,10 +64,10 @@ def test_the_parts_of_a_fused_layer_share_the_largest_scale(tmp_path):
 
 
 @each_packed
-def test_files_keep_to_the_size_unless_one_layer_is_larger_and_the_index_knows_all(tmp_path, weight_format):
+def test_files_keep_to_the_size_limit_and_the_index_lists_every_tensor(tmp_path, weight_format):
     source, limit = WeightFiles(write_dense(tmp_path / "dense", model_of())), 15e3
     write_all(source, tmp_path / "out", weight_format, shard_bytes=limit)
-    written = WeightFiles(tmp_path / "out")  # refuses an index that is not that of the files
+    written = WeightFiles(tmp_path / "out")  # refuses an index that does not fit the files
     unit_of = {part: group[0] for group in fused_groups(packable(model_of(), ["lm_head"])) for part in group}
     assert len(written.files) > 3
     sizes = []
@@ -82,7 +82,7 @@ def test_files_keep_to_the_size_unless_one_layer_is_larger_and_the_index_knows_a
     assert index["metadata"]["total_size"] == sum(map(written.bytes, written.names))
 
 
-def test_every_dtype_is_copied_as_it_is(tmp_path):
+def test_tensors_of_every_dtype_are_copied_unchanged(tmp_path):
     (tmp_path / "dense").mkdir()
     tensors = {f"a.{dtype}": torch.arange(1, 7).reshape(2, 3).float().to(dtype) for dtype in DTYPES.values()}
     tensors |= {f"b.{dtype}": torch.ones(()).to(dtype) for dtype in DTYPES.values()}
@@ -97,7 +97,7 @@ def test_every_dtype_is_copied_as_it_is(tmp_path):
     [("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj"), ("model.norm.weight", "model.norm.weight")],
 )
 def test_a_weight_that_is_not_finite_is_named_with_its_file(tmp_path, name: str, said: str):
-    """Also one that is copied."""
+    """One weight is packed, and one is copied."""
     model = model_of()
     model.get_parameter(name).data.view(-1)[5] = float("nan")
     source = WeightFiles(write_dense(tmp_path / "dense", model))
