@@ -1,7 +1,8 @@
 """AWQ and GPTQ: checkpoints that llmcompressor wrote, and new ones if it is installed.
 
 Tests of new ones need the environment of `make quantize-env`. Type
-`.venv-quantize/bin/python -m pip install pytest pytest-timeout`, then `.venv-quantize/bin/python -m pytest tests/unit/quantize/test_llmcompressor.py`.
+`.venv-quantize/bin/python -m pip install pytest pytest-timeout`, then
+`.venv-quantize/bin/python -m pytest tests/unit/quantize/test_llmcompressor.py`.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The operation that adds the adapter's product, against the same in float64, and the scaling it is given."""
+"""The operation that adds the adapter's product, against float64, and the scaling of the adapter for vLLM."""
 
 from unittest.mock import Mock
 
@@ -20,14 +20,14 @@ def operands(sizes: list[int], rank: int, rows: int = 5, columns: int = 24) -> t
 
 
 def expected(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> Tensor:
-    """Part by part in float64."""
+    """Compute the result part by part in float64."""
     y, x, A, B = (tensor.double() for tensor in (y, x, A, B))
     blocks = zip(A.split(len(A) // len(sizes)), B.split(sizes), strict=True)
     return y + torch.cat([x @ a.t() @ b.t() for a, b in blocks], dim=1)
 
 
 @pytest.mark.parametrize(("sizes", "rank"), [([48], 8), ([40, 8, 8], 1), ([33, 7], 3)])
-def test_each_part_gets_its_own_product_and_what_lies_between_rows_stays(sizes: list[int], rank: int) -> None:
+def test_each_part_gets_its_own_product_and_memory_between_rows_stays(sizes: list[int], rank: int) -> None:
     y, x, A, B = operands(sizes, rank)
     wide = torch.full((5, 100), 7.0)
     wide[:, : y.shape[1]] = y
@@ -36,16 +36,16 @@ def test_each_part_gets_its_own_product_and_what_lies_between_rows_stays(sizes: 
     assert (wide[:, y.shape[1] :] == 7).all()
 
 
-def test_the_operation_is_what_it_says_to_torch() -> None:
-    """Its schema, what it mutates, and its tracing for torch.compile."""
+def test_the_operation_is_registered_correctly_in_torch() -> None:
+    """Check its schema, the tensors that it changes, and its tracing for torch.compile."""
     found = torch.library.opcheck(add_adapter, (*operands([40, 8, 8], 4), [40, 8, 8]))
     assert len(found) > 3
     assert set(found.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize(("name", "biased"), [("nvfp4", True), ("mxfp4", False), ("nf4", True), ("fp8", False)])
-def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, biased: bool) -> None:
-    """The parts are of different sizes, and NVFP4 has a scale of the tensor for each."""
+def test_the_product_with_unpacked_weights_has_weight_bias_and_adapter(name: str, biased: bool) -> None:
+    """The parts have different sizes, and in NVFP4 different global scales."""
     sizes, columns, rank = [64, 32], 64, 4
     _, x, A, B = operands(sizes, rank, rows=7, columns=columns)
     bias = torch.randn(sum(sizes)) if biased else None
@@ -60,7 +60,7 @@ def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, b
 
 
 @pytest.mark.parametrize(("alpha", "scaling"), [(None, 1.0), (8.0, 2.0)])
-def test_vllm_s_layers_get_the_adapter_scaled_by_alpha_over_rank(
+def test_vllm_layers_get_the_adapter_scaled_by_alpha_over_rank(
     monkeypatch: pytest.MonkeyPatch, tiny, alpha: float | None, scaling: float
 ) -> None:
     played = {

@@ -1,6 +1,6 @@
 """All weights are copied into a fake of vLLM's model with its fused layers.
 
-tests/gpu/test_vllm_engine.py has vLLM's own.
+tests/gpu/test_vllm_engine.py has vLLM's own model.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate
 
 
 class FusedModel(nn.Module):
-    """Parameters by vLLM's names in bfloat16, norms in float32 as `NormWorker` has them, and vLLM's `load_weights`."""
+    """vLLM's names of parameters, in bfloat16 with float32 norms as in `NormWorker`, and its `load_weights`."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def policy(cfg: RunConfig, build_policy: Callable[[RunConfig], Policy]) -> Polic
     return build_policy(cfg)
 
 
-def test_every_sync_copies_all_weights_rounded_into_the_tensors_that_are_there(policy: Policy) -> None:
+def test_every_sync_copies_all_weights_rounded_into_the_same_tensors(policy: Policy) -> None:
     weights = all_weights.weights(policy.base)
     theirs = FusedModel(weights)
     addresses = {name: weight.data_ptr() for name, weight in theirs.held.items()}
@@ -104,7 +104,7 @@ def test_a_tensor_that_moves_is_an_error_since_cuda_graphs_read_its_old_address(
 
 
 def test_with_lora_full_the_engine_sends_the_weights_and_then_the_noisy_norms(cfg, policy, monkeypatch) -> None:
-    """vLLM began with the model's own files; the norms that the noise is added to are those that are trained."""
+    """vLLM began with the files of the model. Noise is added to the trained norms."""
     weights = all_weights.weights(policy.base)
     began, given = FusedModel(weights), dict[str, Any]()
     began.load_weights((name, weight.clone()) for name, weight in weights.items())

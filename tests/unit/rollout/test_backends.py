@@ -18,7 +18,7 @@ AMPERE, HOPPER = (8, 0), (9, 0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with layers in multiples of 64."""
+    """Write a model with layers in multiples of 64."""
     return write_random(tmp_path_factory.mktemp("model"), hidden_size=128, intermediate_size=192,
                         num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
 
@@ -29,7 +29,7 @@ def policy(tiny, build_policy, folder: Path) -> Policy:
 
 
 def machine(patch: pytest.MonkeyPatch, capability: tuple[int, int], humming: str = "0.1.10", mps: bool = False) -> None:
-    """A GPU and the installed Humming."""
+    """Pretend to have this GPU and this version of Humming."""
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     patch.setattr(fp4_tiles, "shared_by_mps", lambda: mps)
@@ -47,7 +47,7 @@ def machine(patch: pytest.MonkeyPatch, capability: tuple[int, int], humming: str
     ({"format__name": "fp8", "rollout__vllm__linear_backend": "vllm"}, HOPPER, "vllm"),
     ({"rollout__vllm__linear_backend": "fp4_tiles"}, AMPERE, "fp4_tiles"),
 ])  # fmt: skip
-def test_auto_is_the_labs_kernel_where_it_fits_and_else_vllms_choice(
+def test_auto_takes_the_labs_kernel_if_it_fits_and_otherwise_vllms_choice(
     tiny, build_policy, folder: Path, monkeypatch: pytest.MonkeyPatch, keys: dict, capability: tuple[int, int],
     taken: str,
 ) -> None:  # fmt: skip
@@ -64,7 +64,7 @@ def test_auto_is_the_labs_kernel_where_it_fits_and_else_vllms_choice(
     (HOPPER, True, ("compute capability 9.0", "nf4", "bfloat16: in hardware", "cannot be where MPS shares the GPU")),
     ((7, 0), False, ("compute capability 7.0: too old",)),
 ], ids=["T4", "L4", "H100", "H100 with MPS", "V100"])  # fmt: skip
-def test_it_says_what_works_on_a_gpu(
+def test_the_description_of_a_gpu_says_what_works_on_it(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mps: bool, told: tuple[str, ...]
 ) -> None:
     machine(monkeypatch, capability, mps=mps)
@@ -75,14 +75,16 @@ def test_it_says_what_works_on_a_gpu(
     assert [part for part, line in zip(told, lines, strict=True) if part not in line] == []
 
 
-def test_a_gpu_that_mps_shares_has_no_tiles(tiny, policy: Policy, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_fp4_tiles_is_not_taken_on_a_gpu_that_mps_shares(
+    tiny, policy: Policy, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     """Launches of two processes would wait for each other's blocks."""
     machine(monkeypatch, HOPPER, mps=True)
     assert backends.choose_backend(tiny(**FITS), policy.model) == "vllm"
     assert "linear_backend=vllm, because fp4_tiles cannot be where MPS shares the GPU" in capsys.readouterr().out
 
 
-def test_fused_layers_with_a_scale_each_have_no_tiles(policy: Policy) -> None:
+def test_fp4_tiles_does_not_fit_fused_layers_with_a_scale_each(policy: Policy) -> None:
     assert backends.tiles_fit(policy.model, 8)
     layer = next(iter(packed_layers(policy.model).values()))
     layer.hold({name: tensor * 2 if "global" in name else tensor for name, tensor in layer.packed().items()})
@@ -92,7 +94,7 @@ def test_fused_layers_with_a_scale_each_have_no_tiles(policy: Policy) -> None:
 @pytest.mark.parametrize(("capability", "humming", "races"), [
     (HOPPER, "0.1.10", True), (HOPPER, "0.1.13rc1", True), (HOPPER, "0.1.13+cu130", False), ((8, 9), "0.1.10", False),
 ])  # fmt: skip
-def test_a_humming_with_races_is_warned_of(
+def test_a_humming_with_races_gets_a_warning(
     tiny, policy: Policy, monkeypatch: pytest.MonkeyPatch, capsys, capability: tuple[int, int], humming: str,
     races: bool,
 ) -> None:  # fmt: skip
@@ -107,7 +109,7 @@ def test_a_humming_with_races_is_warned_of(
     ("fp8", {"format__activations": "fp8"}, r"format\.activations"),
     ("nvfp4", {"rollout__vllm__dense_rows": 8, "rollout__vllm__dense_dtype": "fp8"}, r"rollout\.vllm\.dense_dtype"),
 ])  # fmt: skip
-def test_products_in_fp8_are_refused_on_a_gpu_without_them(
+def test_fp8_products_are_refused_on_a_gpu_without_fp8(
     tiny, policy: Policy, monkeypatch: pytest.MonkeyPatch, weight_format: str, changes: dict[str, Any], key: str
 ) -> None:
     machine(monkeypatch, AMPERE)

@@ -1,6 +1,6 @@
-"""Every route of the one adapter, and a layer's bias in it. vLLM's kernels keep a bias in an order of their own.
+"""Routes of a product with one adapter, and the bias of a layer on each. vLLM's kernels reorder a bias.
 
-Where vLLM is not installed a few names play it.
+Without vLLM a few fake names stand for it.
 """
 
 import sys
@@ -36,7 +36,7 @@ NAMES: dict[str, dict[str, Any]] = {
 
 
 class Kernel:
-    """The weights' method of a layer: reverses the bias when it is loaded, and knows so when it computes."""
+    """A layer's method for its weights. It reverses the bias when loading, and reverses it back when computing."""
 
     def __init__(self, dense: Tensor) -> None:
         self.dense = dense
@@ -56,7 +56,7 @@ def one_adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("rows", [3, UNPACK_ROWS])
 @pytest.mark.parametrize("biased", [True, False])
-def test_few_rows_and_many_have_the_bias_that_was_loaded(one_adapter: Any, rows: int, biased: bool) -> None:
+def test_few_and_many_rows_get_the_loaded_bias(one_adapter: Any, rows: int, biased: bool) -> None:
     torch.manual_seed(0)
     packed = NVFP4.quantize(torch.randn(N, K))
     own = PackedLinear(torch.nn.Linear(K, N, bias=False), NVFP4, packed)
@@ -76,8 +76,8 @@ def test_few_rows_and_many_have_the_bias_that_was_loaded(one_adapter: Any, rows:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, biased: bool) -> None:
-    """The product is the trainer's to the bit: the same weights, and their global scale after the product."""
+def test_from_dense_rows_on_the_kernel_of_the_base_is_not_used(one_adapter: Any, biased: bool) -> None:
+    """The product equals the trainer's bit for bit, with the same weights and their global scale after the product."""
     torch.manual_seed(0)
     packed = NVFP4.quantize(torch.randn(N, K))
     own = PackedLinear(torch.nn.Linear(K, N, bias=False), NVFP4, packed)
@@ -85,14 +85,14 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
     layer.bias = nn.Parameter(torch.randn(N), requires_grad=False)
     own.bias = nn.Parameter(layer.bias.data.clone()) if biased else None
     layer.adapter_A, layer.adapter_B = torch.randn(RANK, K), torch.zeros(N, RANK)
-    for name, tensor in packed.items():  # the parts of a fused layer have a global scale each, which are one
+    for name, tensor in packed.items():  # each part of a fused layer has a global scale, and all are equal
         layer.register_buffer(name, tensor.repeat(2) if name == "weight_global_scale" else tensor)
     routes = one_adapter.Routes(dense_rows=4)
     method = one_adapter.OneAdapterMethod(Kernel(torch.full((N, K), 7.0)), RANK, ["a.up_proj"], [True], routes)
     method.sizes = [N]
     method.process_weights_after_loading(layer)
     one_adapter.use_packed_layers(nn.ModuleList([layer]), {})
-    layer.adapter_A.fill_(3.0)  # as a sync does: what lies below the weight is the adapter's
+    layer.adapter_A.fill_(3.0)  # as a sync does: the rows below the weight are the adapter's
     assert (layer.stacked[N:] == 3).all()
     bias = layer.bias if biased else None
     for rows in (4, 5, UNPACK_ROWS):
@@ -102,10 +102,8 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
     assert torch.equal(method.routed(layer, x, None), x @ torch.full((N, K), 7.0).t())
 
 
-def test_the_copy_in_fp8_multiplies_rows_that_are_rounded_to_fp8(
-    one_adapter: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against both roundings written out in float64; vLLM's two kernels are played."""
+def test_the_fp8_copy_multiplies_rows_rounded_to_fp8(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with both roundings in float64. Fakes stand for vLLM's two kernels."""
     kernels = SimpleNamespace(
         scaled_fp8_quant=lambda x, use_per_token_if_dynamic: FP8.quantize(x).values(),
         cutlass_scaled_mm=lambda x, W, of_rows, of_columns, dtype, bias: (
@@ -141,7 +139,7 @@ def test_the_copy_in_fp8_multiplies_rows_that_are_rounded_to_fp8(
 
 @pytest.fixture
 def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """On a played H200 the ways that rows went, and how many; each gives zeros."""
+    """Return the list of products on a fake H200: the way, and the number of rows. Each product gives zeros."""
     ways: list[tuple[str, int]] = []
 
     def playing(way: str) -> Any:
@@ -164,7 +162,7 @@ def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
 def loaded(
     one_adapter: Any, several: bool = False, parts: Sequence[str] = ("a.up_proj",), **routes: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A layer [64, 256] in NVFP4 for `fp4_tiles`, with one global scale or `several`, and what was stored of it."""
+    """Load an NVFP4 layer [64, 256] for `fp4_tiles`, with one or `several` global scales; return it and the tensors."""
     torch.manual_seed(0)
     layer, packed = nn.Module(), NVFP4.quantize(torch.randn(64, 256))
     layer.bias = nn.Parameter(torch.zeros(64), requires_grad=False)
@@ -186,7 +184,7 @@ def loaded(
     (32, [8, 31, 32, 321], ["tiles", "tiles", "dense", "dense"]),
     (400, [320, 321, 400], ["tiles", "unpacked", "dense"]),
 ])  # fmt: skip
-def test_the_rows_of_a_call_choose_the_way(
+def test_the_number_of_rows_decides_the_way(
     one_adapter: Any, asked: list, dense_rows: int | None, rows: list[int], ways: list[str]
 ) -> None:
     layer, _ = loaded(one_adapter, dense_rows=dense_rows)
@@ -195,7 +193,7 @@ def test_the_rows_of_a_call_choose_the_way(
     assert asked == list(zip(ways, rows, strict=True))
 
 
-def test_the_kernel_s_form_stands_in_the_place_of_what_was_loaded(one_adapter: Any, asked: list) -> None:
+def test_tensors_in_the_form_of_the_kernel_replace_the_loaded_ones(one_adapter: Any, asked: list) -> None:
     layer, packed = loaded(one_adapter)
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
     in_order = tiles.pack(packed["weight_packed"], packed["weight_scale"], fp4_tiles.tile_of(64, 256, 132))
@@ -220,17 +218,17 @@ def test_a_gpu_or_layer_without_the_kernel_is_refused(
         loaded(one_adapter)
 
 
-def test_a_layer_that_is_stored_fused_has_the_global_scale_that_was_stored(one_adapter: Any, asked: list) -> None:
-    """vLLM has room for one of each partition, and loads the first alone."""
+def test_a_layer_that_is_stored_fused_has_its_stored_global_scale(one_adapter: Any, asked: list) -> None:
+    """vLLM has room for a scale of each partition, and loads only the first."""
     layer, packed = loaded(one_adapter, several=True, parts=["a.gate_up_proj"])
     assert torch.equal(layer.weight_global_scale, packed["weight_global_scale"])
 
 
 @pytest.mark.parametrize("routes", [{"fp4_tiles": True}, {"dense_rows": 2}], ids=str)
-def test_a_layer_that_the_format_leaves_dense_goes_by_its_own_product(
+def test_a_layer_in_format_ignore_uses_its_own_product(
     one_adapter: Any, monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any]
 ) -> None:
-    """One of format.ignore, beside packed ones that have the run's routes."""
+    """The packed layers beside it have the routes of the run."""
     torch.manual_seed(0)
     layer, dense = nn.Module(), torch.randn(N, K)
     layer.weight_loader = None

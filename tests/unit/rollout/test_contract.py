@@ -1,6 +1,6 @@
 """The contract of an engine (`rollout/engine.py`), on every engine.
 
-A new engine adds a line to `NATS`, and to `built` what it needs.
+For a new engine add a line to `NATS`, and to `built` the setup that it needs.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.rollout.vllm.transfer import MARLIN_FOR_FP8
 from rollouts import distributions, gap, ids_of, of_tokens, rows, unequal_prompts
 
-NATS = {"transformers": 1e-4, "vllm": 1e-4, "vllm_server": 1e-4}  # how near the log-probs of an engine come to float64
+NATS = {"transformers": 1e-4, "vllm": 1e-4, "vllm_server": 1e-4}  # largest gap of an engine's log-probs to float64
 NOISE = Noise(0.3, seed=0, step=1)
 SAMPLINGS = [Sampling(40, seed=1), Sampling(40, seed=2, temperature=0.6), Sampling(40, seed=3, temperature=1.7),
              Sampling(40, seed=4, top_p=0.5)]  # fmt: skip
@@ -35,9 +35,9 @@ SAMPLINGS = [Sampling(40, seed=1), Sampling(40, seed=2, temperature=0.6), Sampli
 
 @dataclass(frozen=True)
 class Built:
-    """An engine, the policy that it was built on, and prompts: the first of one token, all of unequal lengths.
+    """A policy, a way to build an engine on it, and prompts of unequal lengths, the first of one token.
 
-    The engine is each check's own: of vLLM there is one at a time in a process.
+    Each check gets its own engine, because a process can have only one engine of vLLM at a time.
     """
 
     make: Callable[[], Engine]
@@ -78,11 +78,11 @@ def built(request, tiny, build_policy, tmp_path_factory) -> Iterator[Built]:
         yield Built(partial(rollout.build, cfg, policy), policy, unequal_prompts(policy, cfg), NATS[cfg.rollout.engine])
 
 
-# --- what every engine promises
+# --- checks of every engine
 
 
 def check_shapes(built: Built) -> None:
-    """P groups of G, a log-prob a token, and a group is not one draw repeated."""
+    """There are P groups of G completions and a log-prob per token, and the completions of a group differ."""
     out = built.sample()
     assert out.prompt_ids_P == built.prompts
     assert [len(group) for group in out.completions_P_G] == [3] * len(built.prompts)
@@ -95,7 +95,7 @@ def check_shapes(built: Built) -> None:
 
 
 def check_logprobs(built: Built) -> None:
-    """Log-probs are of the weights in `norms`, at the temperature and before the nucleus cut, for every prompt."""
+    """For every prompt, log-probs belong to the weights in `norms`, at the temperature, before the nucleus cut."""
     built.engine.sync(NOISE)
     for sampling in SAMPLINGS:
         out = built.sample(sampling)
@@ -103,13 +103,13 @@ def check_logprobs(built: Built) -> None:
             continue
         assert gap(out, distributions(built.policy, out, built.engine.norms(), sampling.temperature)) < built.nats
     out = built.sample()
-    assert gap(out, distributions(built.policy, out)) > 0.1  # the noise is no formality
+    assert gap(out, distributions(built.policy, out)) > 0.1  # the noise has an effect
 
 
 def check_draw(built: Built) -> None:
-    """Tokens are drawn from the distribution told: their surprise is its entropy, within five standard errors.
+    """Tokens follow the returned distribution: their surprise is its entropy, within five standard errors.
 
-    Of transformers also if all tokens are about as probable, where its default top_k=50 would take most of them away.
+    For transformers a high temperature is tried too, at which its default top_k=50 would remove most tokens.
     """
     hot = [Sampling(8, seed=5, temperature=50.0)] if isinstance(built.engine, TransformersEngine) else []
     for sampling in (*SAMPLINGS[1:3], *hot):  # vLLM refuses temperatures above 2
@@ -131,7 +131,7 @@ def check_nucleus(built: Built) -> None:
 
 
 def check_greedy(built: Built) -> None:
-    """Temperature 0 takes the most probable token, whatever the seed, and tells of temperature 1."""
+    """Temperature 0 takes the most probable token with any seed, and returns log-probs at temperature 1."""
     out = built.sample(Sampling(40, seed=1, temperature=0), group_size=1)
     told = distributions(built.policy, out)
     for (_, completion, _), logps in zip(rows(out), told, strict=True):
@@ -144,7 +144,7 @@ def check_greedy(built: Built) -> None:
 
 
 def check_entropy(built: Built) -> None:
-    """The mean over all completion tokens, or none at all."""
+    """The entropy is the mean over all completion tokens, or None."""
     out = built.sample(Sampling(80, seed=1, temperature=0.8))
     if out.entropy is not None:
         logps = torch.cat(distributions(built.policy, out, temperature=0.8))
@@ -152,7 +152,7 @@ def check_entropy(built: Built) -> None:
 
 
 def check_nan(built: Built) -> None:
-    """Logits that are NaN end no process: the log-probs are NaN, and the entropy if there is one."""
+    """NaN logits end no process. The log-probs are NaN, and so is the entropy if there is one."""
     built.engine.sync(Noise(math.nan, seed=0, step=1))
     out = built.sample(Sampling(4, seed=1))
     assert all(math.isnan(logprob) for _, _, logprobs in rows(out) for logprob in logprobs)
@@ -160,7 +160,7 @@ def check_nan(built: Built) -> None:
 
 
 def check_seed(built: Built) -> None:
-    """It decides the draw alone: the trainer's own draws neither change it nor are changed."""
+    """Only the seed decides the draw. Draws of the trainer do not change it, and are not changed."""
     torch.manual_seed(1)
     state = torch.get_rng_state()
     first = built.sample(Sampling(24, seed=7))
@@ -171,7 +171,7 @@ def check_seed(built: Built) -> None:
 
 
 def check_parts(built: Built) -> None:
-    """Prompts that are asked in parts share no draw; vLLM's are those of all at once."""
+    """Prompts sampled in parts share no draw. With vLLM the draws equal those of all prompts at once."""
     whole = built.sample(Sampling(24, seed=7))
     same, part = (built.engine.generate(built.prompts[2:], 3, Sampling(24, seed=7, first=first)) for first in (0, 2))
     assert ids_of(part) != ids_of(same)
@@ -180,7 +180,7 @@ def check_parts(built: Built) -> None:
 
 
 def check_finish_reasons(built: Built) -> None:
-    """ "stop" is an end token, the first and last; "length" is the limit without one."""
+    """With "stop" the only end token is the last token; with "length" there is none at the limit."""
     lengths = sorted(len(c) for _, c, _ in rows(built.sample(Sampling(80, seed=3), 6)) if c[-1] in ends(built))
     limit = lengths[len(lengths) // 2]
     out = built.sample(Sampling(limit, seed=3), 6)
@@ -198,7 +198,7 @@ def ends(built: Built) -> set[int]:
 
 
 def check_end_at_the_limit(built: Built) -> None:
-    """It is a stop."""
+    """An end token at the limit gives "stop"."""
     prompts = built.prompts[1:2]
     long = built.engine.generate(prompts, 8, Sampling(80, seed=3))
     shortest = min(len(c) for c in ids_of(long)[0])
@@ -209,7 +209,7 @@ def check_end_at_the_limit(built: Built) -> None:
 
 
 def check_progress(built: Built) -> None:
-    """`on_done` hears of every completion once."""
+    """`on_done` counts every completion once."""
     told: list[int] = []
     built.engine.generate(built.prompts, 3, Sampling(4, seed=1), told.append)
     assert sum(told) == 3 * len(built.prompts)
@@ -217,7 +217,7 @@ def check_progress(built: Built) -> None:
 
 
 def check_stop(built: Built) -> None:
-    """An exception from `on_done` ends the sampling, also before a completion is finished, and the next is as usual."""
+    """An exception in `on_done` ends the sampling, also before a completion ends. The next call is as usual."""
     told: list[int] = []
 
     def stop(count: int) -> None:
@@ -228,14 +228,14 @@ def check_stop(built: Built) -> None:
     with pytest.raises(InterruptedError):
         built.engine.generate(built.prompts, 3, Sampling(200, seed=1), stop)
     assert len(told) == 1
-    if isinstance(built.engine, TransformersEngine):  # a server still samples, and sums beside that in another order
+    if isinstance(built.engine, TransformersEngine):  # a server still samples, and then sums in another order
         assert told == [0]
         assert_same(built.policy.norms, built.policy.clean_norms)
         assert ids_of(built.sample(Sampling(24, seed=7))) == ids_of(whole)
 
 
 def check_adapter(built: Built) -> None:
-    """A sync takes over the adapter that the policy has by then."""
+    """A sync takes over the current adapter of the policy."""
     weights = [p for name, p in built.policy.model.named_parameters() if "lora_B" in name]
     before = [weight.data.clone() for weight in weights]
     try:
@@ -254,7 +254,7 @@ def check_adapter(built: Built) -> None:
 
 
 def check_noise(built: Built) -> None:
-    """The norms held are the clean ones plus the noise of (seed, step, layer), and clean again after the next sync."""
+    """The norms are the clean ones plus the noise of (seed, step, layer), and clean again after a clean sync."""
     for noise in (NOISE, Noise(0.05, seed=3, step=9, relative=True), CLEAN):
         built.engine.sync(noise)
         assert_same(built.engine.norms(), noise.onto_norms(built.policy.clean_norms))
@@ -268,7 +268,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def check_no_accumulation(built: Built) -> None:
-    """Twenty syncs leave the noise of the last; a random walk would be at 4.5 times as much."""
+    """After twenty syncs only the noise of the last is held. A random walk would have 4.5 times as much."""
     stds = []
     for step in range(1, 21):
         built.engine.sync(Noise(0.02, seed=0, step=step))
@@ -278,11 +278,11 @@ def check_no_accumulation(built: Built) -> None:
 
 
 def check_close(built: Built) -> None:
-    """It may be said twice, and the policy goes on with another engine, whose building draws no random number."""
+    """`close` may be called twice. The policy works with another engine, and building that draws no random number."""
     first = built.engine.generate(built.prompts, 3, SAMPLINGS[0])
     built.engine.close()
     built.engine.close()
-    random.random(), np.random.rand(), torch.rand(())  # noqa: NPY002 - so that seeding as before would show too
+    random.random(), np.random.rand(), torch.rand(())  # noqa: NPY002 - so that a fixed seed would show too
     states = global_randomness()
     other = built.make()
     assert global_randomness() == states
@@ -295,12 +295,12 @@ def global_randomness() -> tuple[object, ...]:
 
 
 def check_memory(built: Built) -> None:
-    """Every entry of `held` has a name and a size."""
+    """Every entry of `memory_bytes` has a name and a size."""
     assert all(name and size > 0 for name, size in built.engine.memory_bytes().items())
 
 
 def check_policy_is_left_as_found(built: Built) -> None:
-    """Its weights, its mode and its gradients, by everything that an engine does."""
+    """Syncs, sampling and closing leave the weights, the mode and the gradients of the policy."""
     policy = built.policy
     pointers = {name: norm.data_ptr() for name, norm in policy.norms.items()}
     for training in (True, False):
@@ -319,7 +319,7 @@ CHECKS = [check for name, check in list(globals().items()) if name.startswith("c
 
 @pytest.fixture
 def fresh(built: Built) -> Iterator[Built]:
-    """With an engine of its own, without noise, which a check may close; afterwards the policy is as before."""
+    """Give a check its own engine without noise, which it may close. Restore the policy afterwards."""
     policy, training = built.policy, built.policy.model.training
     norms = {name: norm.data for name, norm in policy.norms.items()}
     clean = {name: weight.clone() for name, weight in policy.clean_norms.items()}
@@ -341,28 +341,28 @@ def test_an_engine_keeps_the_contract(fresh: Built, check: Callable[[Built], Non
 @pytest.mark.parametrize(
     "check", [check_no_accumulation, check_policy_is_left_as_found], ids=lambda check: check.__name__
 )
-def test_an_engine_over_all_weights_keeps_what_hangs_on_weights(fresh: Built, check: Callable[[Built], None]) -> None:
-    """tests/unit/model/test_all_weights.py has its log-probs and its noise, after training."""
+def test_an_engine_over_all_weights_passes_the_checks_of_weights(fresh: Built, check: Callable[[Built], None]) -> None:
+    """tests/unit/model/test_all_weights.py tests its log-probs and its noise after training."""
     check(fresh)
 
 
-def test_every_engine_is_held() -> None:
+def test_every_engine_is_checked() -> None:
     assert {settings["rollout__engine"] for settings in SETTINGS.values()} == set(ENGINES)
 
 
 def test_vllm_samples_up_to_the_highest_temperature_that_the_rules_allow() -> None:
     arguments = pytest.importorskip("vllm").SamplingParams
     arguments(temperature=MAX_TEMPERATURE)
-    with pytest.raises(Exception, match="temperature"):  # vLLM's own kind
+    with pytest.raises(Exception, match="temperature"):  # an exception class of vLLM
         arguments(temperature=MAX_TEMPERATURE + 0.01)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize(("backend", "is_marlin"), [("marlin", True), ("vllm", False)])
-def test_vllm_reads_the_variable_of_an_fp8_engine_after_another_engine_has_started(
+def test_an_fp8_engine_gets_its_kernel_after_another_engine_has_started(
     backend: str, is_marlin: bool, tiny, build_policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM would keep the value that it read at the first start, and choose another kernel without a word."""
+    """vLLM caches environment variables at the first start, and would silently choose another kernel."""
     from vllm import envs
 
     from qerl_lab.rollout.vllm import vllm_engine

@@ -27,14 +27,14 @@ def settings(tiny, **changes):
                 rollout__prompts_per_step=8, **changes)  # fmt: skip
 
 
-def test_it_holds_a_full_batch(tiny) -> None:
-    """In blocks of 16 tokens, a token more than the longest completion, and a block for vLLM itself."""
+def test_the_cache_holds_a_full_batch(tiny) -> None:
+    """It has blocks of 16 tokens, room for one token after the longest completion, and a block for vLLM itself."""
     assert kv_cache_bytes(settings(tiny, eval__questions=0), 1000, 100 * GIB) == (64 * 1040 + 16) * 1000
     asked = settings(tiny, eval__questions=100, eval__samples=4, rollout__batch_size=200)
     assert kv_cache_bytes(asked, 1000, 100 * GIB) == (200 * 1040 + 16) * 1000
 
 
-def test_it_leaves_half_to_the_trainer_unless_a_size_was_asked_for(tiny) -> None:
+def test_the_cache_takes_at_most_half_of_the_memory_unless_its_size_is_typed(tiny) -> None:
     assert kv_cache_bytes(settings(tiny), 10**6, 10 * GIB) == 5 * GIB
     assert kv_cache_bytes(settings(tiny, rollout__vllm__kv_cache_gib=1.5), 1000, GIB) == int(1.5 * GIB)
 
@@ -53,13 +53,13 @@ def test_a_cache_too_small_for_one_completion_is_refused(changes: dict, who: str
         kv_cache_bytes(settings(tiny, jobs_per_gpu=2, **changes), 10**6, GIB)
 
 
-def test_a_cache_without_vllms_own_block_is_refused(tiny) -> None:
+def test_a_cache_without_the_block_for_vllm_itself_is_refused(tiny) -> None:
     """One completion of 1,024 tokens takes 64 blocks, and vLLM would wait for the last of them forever."""
     enough = 65 * 16 * 2**20 / GIB
     assert kv_cache_bytes(settings(tiny, rollout__vllm__kv_cache_gib=enough), 2**20, GIB) == 65 * 16 * 2**20
     with pytest.raises(ConfigError, match="kv_cache_gib"):
         kv_cache_bytes(settings(tiny, rollout__vllm__kv_cache_gib=64 * enough / 65), 2**20, GIB)
     longer = settings(tiny, rollout__vllm__kv_cache_gib=enough)
-    longer.rollout.max_completion_tokens += 1  # begins a block
+    longer.rollout.max_completion_tokens += 1  # needs another block
     with pytest.raises(ConfigError, match="kv_cache_gib"):
         kv_cache_bytes(longer, 2**20, GIB)

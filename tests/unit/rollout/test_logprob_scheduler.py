@@ -1,6 +1,6 @@
-"""The scheduler that stores log-probs, over a fake of vLLM's.
+"""The scheduler that stores log-probs, over a fake of vLLM's scheduler.
 
-test_contract.py has vLLM's own, where vLLM is installed.
+test_contract.py has vLLM's own, if it is installed.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from qerl_lab.rollout.vllm import logprob_scheduler
 
 
 class Scheduler:
-    """Takes the tokens of requests that still run, one each, and tells no log-prob."""
+    """A fake: takes one token of each running request, and returns no log-probs."""
 
     def __init__(self, vllm_config: Any, block_size: int) -> None:
         self.block_size, self.running, self.seen = block_size, {"0_a", "1_a", "b"}, []
@@ -52,36 +52,36 @@ def told(names: list[str], nats: list[float] | None, tokens: list[list[int]] | N
     return SimpleNamespace(req_id_to_index=rows, logprobs=logprobs, sampled_token_ids=tokens or [[5]] * len(names))
 
 
-def test_each_completion_has_those_of_its_own_tokens(kept: dict[str, list[float]]) -> None:
-    """The scheduler's order of requests is another one than the model's."""
+def test_each_completion_has_the_log_probs_of_its_own_tokens(kept: dict[str, list[float]]) -> None:
+    """The scheduler and the model have different orders of requests."""
     own = built()
     own.update_from_output(["0_a", "1_a", "b"], told(["b", "0_a", "1_a"], [-1.0, -2.0, -3.0]))
     own.update_from_output(["b", "0_a"], told(["0_a", "b"], [-4.0, -5.0]))
     assert kept == {"0_a": [-2.0, -4.0], "1_a": [-3.0], "b": [-1.0, -5.0]}
-    assert own.seen == [None, None]  # what vLLM would hand on, an object a token
+    assert own.seen == [None, None]  # vLLM would hand on an object per token
 
 
-def test_a_token_that_vllm_does_not_take_has_none(kept: dict[str, list[float]]) -> None:
-    """A prompt that is half read has no token yet; a token after the end is dropped."""
+def test_a_token_that_vllm_drops_has_no_log_prob(kept: dict[str, list[float]]) -> None:
+    """A half-read prompt has no token yet. A token after the end of a request is dropped."""
     own = built()
     own.running.discard("1_a")
     own.update_from_output(["0_a", "1_a", "b"], told(["0_a", "1_a", "b"], [-1.0, -2.0, -3.0], [[], [5], [5]]))
     assert kept == {"b": [-3.0]}
 
 
-def test_without_log_probs_nothing_is_kept(kept: dict[str, list[float]]) -> None:
+def test_without_log_probs_nothing_is_stored(kept: dict[str, list[float]]) -> None:
     assert built().update_from_output(["b"], told(["b"], None))[0].outputs[0].new_token_ids == [5]
     assert kept == {}
 
 
 @pytest.mark.parametrize(("is_async", "expected"), [(True, AsyncScheduler), (False, Scheduler)])
-def test_it_is_the_scheduler_that_vllm_would_have_taken(kept: Any, is_async: bool, expected: type) -> None:
+def test_the_scheduler_is_of_the_class_that_vllm_would_have_taken(kept: Any, is_async: bool, expected: type) -> None:
     own = built(is_async)
     assert isinstance(own, expected)
     assert isinstance(own, AsyncScheduler) == is_async
     assert own.block_size == 16
 
 
-def test_completions_have_vllms_names() -> None:
+def test_completions_have_the_names_of_vllm() -> None:
     assert logprob_scheduler.completion_names("3-5af0", 1) == ["3-5af0"]
     assert logprob_scheduler.completion_names("3-5af0", 2) == ["0_3-5af0", "1_3-5af0"]

@@ -1,6 +1,6 @@
 """The dense products of one adapter in vLLM, on the CPU, against PEFT.
 
-tests/gpu/test_vllm_engine.py has the packed formats, and CUDA graphs.
+tests/gpu/test_vllm_engine.py tests packed formats and CUDA graphs.
 """
 
 import os
@@ -43,7 +43,7 @@ def learner(tiny, build_policy) -> Policy:
 
 @contextmanager
 def serving(**arguments: Any) -> Iterator[LLM]:
-    """vLLM over the pocket policy in this process, as its engine starts it."""
+    """Start vLLM with the pocket policy in this process, as `VllmEngine` does."""
     os.environ.update(IN_THIS_PROCESS)
     llm = LLM(model=str(ASSETS), dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
               kv_cache_memory_bytes=2**24, enable_prefix_caching=False, distributed_executor_backend="uni",
@@ -73,7 +73,7 @@ def of_peft(learner: Policy) -> Tensor:
 
 
 def pair(A: Tensor, B: Tensor) -> tuple[Any, Any]:
-    """Modules with these weights, as PEFT has them."""
+    """Return modules with these weights, like those of PEFT."""
     return SimpleNamespace(weight=A), SimpleNamespace(weight=B)
 
 
@@ -84,7 +84,7 @@ def write(llm: LLM, adapter: dict[str, tuple[Any, Any]], scaling: float = SCALIN
     llm.apply_model(worker)
 
 
-def test_writing_moves_no_storage_of_the_engine_and_no_tensor_of_the_learner(llm: LLM, learner: Policy) -> None:
+def test_writing_keeps_the_buffers_of_the_engine_and_the_tensors_of_the_learner(llm: LLM, learner: Policy) -> None:
     def buffers(model: nn.Module) -> dict[str, int]:
         return {name: buffer.data_ptr() for name, buffer in model.named_buffers() if "adapter_" in name}
 
@@ -125,7 +125,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(llm: LLM
     assert torch.equal(logprobs(llm), before)
 
 
-def test_a_part_of_a_fused_layer_may_go_without(tiny, build_policy) -> None:
+def test_a_part_of_a_fused_layer_may_have_no_adapter(tiny, build_policy) -> None:
     targets = ["self_attn.k_proj", "gate_proj", "o_proj"]
     learner = build_policy(tiny(format__name="bf16", lora__rank=RANK, lora__target_modules=targets))
     with serving(**one_adapter.llm_arguments(ASSETS, RANK, targets)) as llm:
@@ -137,7 +137,7 @@ def test_a_part_of_a_fused_layer_may_go_without(tiny, build_policy) -> None:
             write(llm, more, 1.0)
 
 
-# --- what vLLM makes of a directory
+# --- how vLLM reads a directory
 
 
 def model_config(folder: Path, rank: int = RANK) -> ModelConfig:
@@ -148,7 +148,7 @@ def model_config(folder: Path, rank: int = RANK) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
-def test_a_packed_directory_keeps_its_own_method_inside(name: str, tmp_path: Path) -> None:
+def test_a_packed_directory_keeps_its_own_quantization_method_as_base(name: str, tmp_path: Path) -> None:
     packed = BY_NAME[name].quantization_config(["lm_head"], torch.bfloat16)
     (tmp_path / "config.json").write_bytes((ASSETS / "config.json").read_bytes())
     edit_config(tmp_path, quantization_config=packed)
@@ -169,7 +169,7 @@ def test_bitsandbytes_gets_its_own_loader(tmp_path: Path) -> None:
     assert arguments["hf_overrides"]["quantization_config"]["quant_method"] == "bitsandbytes"
 
 
-def test_compiled_graphs_are_kept_apart_by_rank() -> None:
-    """A cached graph has the shapes of its buffers in it."""
+def test_ranks_have_separate_caches_of_compiled_graphs() -> None:
+    """A cached graph contains the shapes of its buffers."""
     assert model_config(ASSETS, 8).compute_hash() == model_config(ASSETS, 8).compute_hash()
     assert model_config(ASSETS, 8).compute_hash() != model_config(ASSETS, 16).compute_hash()

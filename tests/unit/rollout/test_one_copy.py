@@ -1,6 +1,6 @@
 """The policy's packed layers share the tensors of a fake engine, in the layout of its kernel.
 
-tests/gpu/test_one_copy_gpu.py has vLLM's own.
+tests/gpu/test_one_copy_gpu.py has vLLM's own tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -97,7 +97,7 @@ def policy(cfg: Any, build_policy: Callable) -> Policy:
 
 
 def gradients(policy: Policy) -> list[Tensor]:
-    """Logits, and the gradients of the adapter."""
+    """Return the logits, and the gradients of the adapter."""
     ids = torch.arange(3, 35).view(2, 16)
     policy.model.zero_grad()
     logits = policy.model(input_ids=ids).logits
@@ -113,7 +113,7 @@ def storages(model: nn.Module) -> set[int]:
     ("wrapped", "form", "parts"),
     [(False, in_marlin, [CODES, SCALE]), (True, in_marlin, [CODES, SCALE]), (False, in_tiles, [TILES])],
 )
-def test_a_shared_layer_computes_with_the_same_bits_and_holds_no_weight_of_its_own(
+def test_a_shared_layer_gives_the_same_bits_and_has_no_weight_of_its_own(
     policy: Policy, wrapped: bool, form: Form, parts: list[str]
 ) -> None:
     layers = packed_layers(policy.base)
@@ -127,14 +127,14 @@ def test_a_shared_layer_computes_with_the_same_bits_and_holds_no_weight_of_its_o
         held = layer.held()
         assert {held[key].untyped_storage().data_ptr() for key in parts} <= storages(engine)
         assert form is in_tiles or sum(tensor.nbytes for tensor in layer.buffers()) == layer.packed_bytes()
-    assert one_copy.shared_bytes(policy) == size  # a part of a fused layer counts what it has of one tensor
+    assert one_copy.shared_bytes(policy) == size  # a part of a fused layer counts its part of the tensor
 
 
 @pytest.mark.parametrize(("form", "scale", "kept"), [(in_marlin, 7, True), (in_tiles, 7, False), (in_tiles, 0, True)])
 def test_a_layer_with_a_scale_that_the_form_drops_keeps_its_own(
     policy: Policy, form: Form, scale: int, kept: bool
 ) -> None:
-    """7 stands for 7/512, the largest subnormal number. The others, parts of the same fused layer too, are shared."""
+    """7 stands for 7/512, the largest subnormal number. All others are shared, also parts of the same fused layer."""
     name = "model.layers.1.self_attn.k_proj"
     layer = packed_layers(policy.base)[name]
     layer.weight_scale.view(torch.uint8)[3, 5] = scale
@@ -157,7 +157,7 @@ def test_readers_of_the_base_get_the_same_weights(policy: Policy, cfg: Any, tmp_
     assert after.keys() == before.keys()
     assert all(equal(after[name], tensor) for name, tensor in before.items())
     assert all(equal(tensor, dense[name]) for name, tensor in dense_tensors(policy, torch.float32).items())
-    if form is in_marlin:  # whole tiles are more, and the parts of a layer count theirs once
+    if form is in_marlin:  # tiles can be larger than their parts
         # each byte has one owner, and that is the policy
         assert (linear_bytes(policy.model), total_bytes(policy.model)) == sizes
     with base.model_folder(policy, cfg) as folder:
@@ -168,7 +168,7 @@ def test_readers_of_the_base_get_the_same_weights(policy: Policy, cfg: Any, tmp_
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2**20  # without the base
 
 
-def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_layers_that_are_not_shared_go_back_to_the_gpu(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for the GPU."""
     layers = packed_layers(policy.base)
     layers["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
@@ -197,7 +197,7 @@ def padded(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
 
 
 def inside_of_a_tile(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
-    """A fused layer can fill whole tiles though its parts do not."""
+    """Move a border between parts into a tile; the fused layer still fills whole tiles."""
     q, k = layers["model.layers.0.self_attn.q_proj"], layers["model.layers.0.self_attn.k_proj"]
     q.out_features, k.out_features = q.out_features - 32, k.out_features + 32
 
@@ -212,7 +212,9 @@ def inside_of_a_tile(layers: dict[str, PackedLinear], engine: nn.Module) -> None
         (inside_of_a_tile, r"multiples of 64 rows .*q_proj is \[96, 96, 64\] x 128"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy, change: Callable, said: str) -> None:
+def test_an_engine_that_cannot_share_is_refused_and_nothing_changes(
+    policy: Policy, change: Callable, said: str
+) -> None:
     engine = engine_of(policy)
     change(packed_layers(policy.base), engine)
     with pytest.raises(ConfigError, match=f"share_base=true .*{said}.*Type rollout.vllm.share_base=false"):
@@ -220,11 +222,11 @@ def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy,
     assert not any(layer.engine_layout for layer in packed_layers(policy.base).values())
 
 
-# The engine, where vLLM is not installed: over an LLM that reads its folder, packs, and does nothing else.
+# The engine without vLLM: over an LLM that reads its folder, packs, and does nothing else.
 
 
 class Llm(PlayedLlm):
-    """`seen` are the devices of the policy's packed weights while it starts; `wrong` is raised then."""
+    """A fake LLM: records the devices of the policy's packed weights in `seen` when it starts, and raises `wrong`."""
 
     seen: ClassVar[list[set[str]]] = []
     wrong: ClassVar[Exception | None] = None
@@ -254,9 +256,7 @@ def engine_module(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
         yield module
 
 
-def test_the_engine_shares_its_base_and_one_that_is_built_again_too(
-    policy: Policy, cfg: Any, engine_module: Any
-) -> None:
+def test_an_engine_and_a_second_one_after_it_share_the_base(policy: Policy, cfg: Any, engine_module: Any) -> None:
     expected = gradients(policy)
     alone = engine_module.VllmEngine(policy, cfg).memory_bytes()["vLLM's weights"]
     assert Llm.seen.pop() == {"cpu"}
@@ -268,7 +268,7 @@ def test_the_engine_shares_its_base_and_one_that_is_built_again_too(
     assert alone - engine.memory_bytes()["vLLM's weights"] == size > 0
     engine.close()
     again = engine_module.VllmEngine(policy, cfg)
-    assert Llm.seen == [{"cpu"}, {"cpu"}]  # the last engine's were let go before
+    assert Llm.seen == [{"cpu"}, {"cpu"}]  # the shared weights of the first engine are freed first
     held = {layer.weight.untyped_storage().data_ptr() for layer in packed_layers(policy.base).values()}
     assert held <= storages(again.llm.apply_model(lambda model: model)[0])
     assert all(equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))

@@ -1,4 +1,4 @@
-"""The transformers engine beyond its contract: what ends a completion, a model's own defaults, failures."""
+"""The transformers engine beyond its contract: end tokens, sampling defaults of a model, failures."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ def prompts(policy, tiny) -> list[list[int]]:
 
 
 def test_every_end_token_of_the_generation_config_ends_a_completion(policy, monkeypatch) -> None:
-    """Also the one with id 0."""
+    """An end token may have id 0."""
     own = policy.tokenizer.eos_token_id
     for configured, ends in ((0, {0}), ([0, 7], {0, 7}), (None, set())):
         monkeypatch.setattr(policy.model.generation_config, "eos_token_id", configured)
@@ -27,12 +27,12 @@ def test_every_end_token_of_the_generation_config_ends_a_completion(policy, monk
 
 
 def test_a_models_own_sampling_defaults_do_not_reach_the_sampler(tmp_path, tiny, build_policy, prompts) -> None:
-    """transformers fills what a call leaves open from the model's generation_config.json: Qwen2.5 ships a
-    repetition penalty, which would make every sampler log-prob wrong."""
+    """transformers takes open options of a call from the model's generation_config.json. Qwen2.5 has a repetition
+    penalty there, which would make every sampler log-prob wrong."""
     shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "generation_config.json"
     defaults = {"repetition_penalty": 1.3, "top_k": 2, "min_p": 0.2, "temperature": 0.5, "do_sample": True}
-    defaults |= {"eos_token_id": [5]}  # what ends a completion is the model's own, beside the tokenizer's
+    defaults |= {"eos_token_id": [5]}  # end tokens of the model count, beside the tokenizer's
     file.write_text(json.dumps(json.loads(file.read_text()) | defaults))
     other = build_policy(tiny(model__path=str(tmp_path)))
     assert other.end_ids() == sorted([5, other.tokenizer.eos_token_id])
@@ -45,13 +45,13 @@ def test_a_models_own_sampling_defaults_do_not_reach_the_sampler(tmp_path, tiny,
 
 
 def test_a_caller_may_stop_in_every_layer_of_a_token(policy, prompts) -> None:
-    """The first token takes the longest: it is sampled after all prompts have gone through the model."""
+    """The first token takes the longest, because all prompts go through the model before it."""
     told = list[int]()
     TransformersEngine(policy, batch_size=64).generate(prompts, 2, Sampling(1, seed=1), told.append)
     assert told.count(0) >= policy.model.config.num_hidden_layers > 1
 
 
-def test_a_failure_inside_leaves_the_policy_as_it_was(policy, prompts, monkeypatch) -> None:
+def test_a_failure_while_sampling_leaves_the_policy_unchanged(policy, prompts, monkeypatch) -> None:
     engine = TransformersEngine(policy, batch_size=64)
     engine.sync(Noise(0.3, seed=0, step=1))
     held = {name: norm.data_ptr() for name, norm in policy.norms.items()}

@@ -1,4 +1,4 @@
-"""The directory that vLLM reads the base from holds the policy's very weights, and is gone afterwards."""
+"""The directory from which vLLM reads the base has the policy's exact weights, and is removed afterwards."""
 
 import multiprocessing
 import shutil
@@ -21,7 +21,7 @@ from small_checkpoints import equal, load, write_packed
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "fp8"])
-def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, build_policy) -> None:
+def test_a_dense_model_is_written_as_the_policy_packed_it(name: str, tiny, build_policy) -> None:
     cfg = tiny(format__name=name, lora__rank=4)
     learner = build_policy(cfg)
     own = learner.model.get_base_model()
@@ -45,13 +45,13 @@ def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, b
     assert all(torch.equal(state[key], tensor) for key, tensor in dense.items())
 
 
-def test_a_directory_that_holds_the_same_weights_is_read_where_it_is(tiny, build_policy) -> None:
+def test_a_directory_with_the_same_weights_is_read_in_place(tiny, build_policy) -> None:
     cfg = tiny(format__name="bf16")
     with base.model_folder(build_policy(cfg), cfg) as folder:
         assert folder == ASSETS
 
 
-def test_a_packed_directory_is_read_where_it_is(tmp_path: Path, tiny, build_policy) -> None:
+def test_a_packed_directory_is_read_in_place(tmp_path: Path, tiny, build_policy) -> None:
     model = write_packed(tmp_path, tiny_model(), BY_NAME["nvfp4"])
     shutil.copy(ASSETS / "chat_template.jinja", model)
     cfg = tiny(format__name="nvfp4", model__path=str(model))
@@ -59,8 +59,8 @@ def test_a_packed_directory_is_read_where_it_is(tmp_path: Path, tiny, build_poli
         assert folder == model
 
 
-def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, build_policy) -> None:
-    """A directory with some weights in float32 holds others than a policy in bf16."""
+def test_weights_that_bf16_rounds_are_written_rounded(tmp_path: Path, tiny, build_policy) -> None:
+    """A directory with some float32 weights differs from a policy in bf16."""
     model = tmp_path / "model"
     shutil.copytree(ASSETS, model)
     fine = load(ASSETS, PackedAs(BY_NAME["bf16"], ()))
@@ -81,7 +81,7 @@ def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, 
     assert not torch.equal(handed, WeightFiles(model).tensor(name))
 
 
-def test_runs_of_one_architecture_and_format_read_the_same_path_one_after_another(tiny, build_policy) -> None:
+def test_later_runs_of_one_architecture_and_format_read_the_same_path(tiny, build_policy) -> None:
     """vLLM keeps compiled code under the path of the model."""
     paths = []
     for name, seed in (("nvfp4", 0), ("nvfp4", 1), ("mxfp4", 0)):
@@ -93,7 +93,7 @@ def test_runs_of_one_architecture_and_format_read_the_same_path_one_after_anothe
 
 @contextmanager
 def elsewhere(place: Path) -> Iterator[tuple[list[Path], multiprocessing.Process]]:
-    """Two folders that another process has, each with a file in it, and the process: a named and a scratch one."""
+    """Yield a named and a scratch folder that another process uses, each with a file, and the process."""
 
     def hold() -> None:
         with base.named_folder("model", place / "named") as named, base.scratch_folder(10) as scratch:
@@ -103,7 +103,7 @@ def elsewhere(place: Path) -> Iterator[tuple[list[Path], multiprocessing.Process
             time.sleep(600)
 
     heard, told = multiprocessing.Pipe(duplex=False)
-    other = multiprocessing.get_context("fork").Process(target=hold, daemon=True)  # imports nothing again
+    other = multiprocessing.get_context("fork").Process(target=hold, daemon=True)  # a fork imports nothing again
     other.start()
     told.close()  # so that `recv` fails if the process has died
     try:
@@ -114,7 +114,7 @@ def elsewhere(place: Path) -> Iterator[tuple[list[Path], multiprocessing.Process
 
 
 def test_folders_of_another_process_stay_until_it_is_killed(tmp_path: Path, monkeypatch) -> None:
-    """A scratch folder of another kind of name, which nobody locks, may be in use for ever."""
+    """A scratch folder with a foreign name has no lock, so it may still be in use and stays."""
     monkeypatch.setattr(base, "IN_MEMORY", tmp_path / "memory")
     place, foreign = tmp_path / "named", tmp_path / "memory" / "qerl-lab-a1b2c3d4"
     place.mkdir(), foreign.mkdir(parents=True)
@@ -126,7 +126,7 @@ def test_folders_of_another_process_stay_until_it_is_killed(tmp_path: Path, monk
         other.join()
         assert [(theirs / "weights").read_text() for theirs in (named, scratch)] == ["of the other"] * 2
         with base.scratch_folder(10):
-            assert not scratch.exists()  # removed when the next one looks for a place
+            assert not scratch.exists()  # removed when the next scratch folder is made
         assert sorted(mine.parent.iterdir()) == sorted([mine, foreign])
     with base.named_folder("model", place) as mine:  # taken over, empty
         assert mine == named
@@ -135,7 +135,7 @@ def test_folders_of_another_process_stay_until_it_is_killed(tmp_path: Path, monk
 
 
 def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
-    """Whoever may write to the place could have any folder of the user emptied."""
+    """Otherwise anybody who can write there could make the lab empty any folder of the user."""
     place, own = tmp_path / "place", tmp_path / "own"
     place.mkdir(), own.mkdir()
     (own / "thesis.tex").touch()
@@ -146,7 +146,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("free", "in_memory"), [(1000, False), (1300, True)])
-def test_a_copy_goes_into_memory_where_that_has_room(free: int, in_memory: bool, tmp_path: Path, monkeypatch) -> None:
+def test_a_copy_goes_into_memory_if_there_is_room(free: int, in_memory: bool, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))
     with base.scratch_folder(1000) as folder:

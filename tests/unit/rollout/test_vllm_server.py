@@ -1,4 +1,4 @@
-"""The engine of a server, on one that fails: connections, answers, what it serves, and the line that starts one."""
+"""The engine of a server, on a fake server that can fail: requests, wrong answers, and the commands to start one."""
 
 import math
 import shlex
@@ -48,7 +48,7 @@ def fake(policy: Policy) -> Iterator[FakeVllm]:
 
 @pytest.fixture
 def build(policy: Policy, tiny, fake: FakeVllm) -> Iterator[Callable[..., rollout.Engine]]:
-    """Builds the engine of a run on the fake server, and closes it after the test."""
+    """Return a function that builds the engine of a run on the fake server; close the engine after the test."""
     words = {"rollout__engine": "vllm_server", "format__name": "bf16", "rollout__vllm_server__url": fake.url}
     words |= {"rollout__vllm_server__patience_seconds": 1.0}
     with ExitStack() as stack:
@@ -64,10 +64,10 @@ def sent(fake: FakeVllm, path: str) -> list[dict[str, Any]]:
     return [body for asked, body in fake.asked if asked == path]
 
 
-# --- what is sent, and what comes back
+# --- requests and results
 
 
-def test_a_rollout_is_a_request_a_prompt(engine, fake: FakeVllm, policy: Policy) -> None:
+def test_a_rollout_is_one_request_per_prompt(engine, fake: FakeVllm, policy: Policy) -> None:
     fake.asked.clear()
     told: list[int] = []
     out = engine.generate(PROMPTS, 2, SAMPLING, told.append)
@@ -92,12 +92,12 @@ def test_a_rollout_is_a_request_a_prompt(engine, fake: FakeVllm, policy: Policy)
     assert {(body["temperature"], body["top_p"], body["logprobs"]) for body in bodies} == {(0.7, 0.5, None)}
 
 
-def test_as_many_groups_are_under_way_as_the_batch_holds(fake: FakeVllm, build) -> None:
+def test_as_many_groups_are_sampled_at_once_as_fit_the_batch(fake: FakeVllm, build) -> None:
     engine = build(rollout__batch_size=12, rollout__group_size=4)
     fake.hold_seconds = 0.1
     engine.generate([[3]] * 7, 4, SAMPLING)
     assert fake.most_at_once == 3
-    engine.generate([[3]] * 7, 2, SAMPLING)  # an evaluation's, of fewer samples
+    engine.generate([[3]] * 7, 2, SAMPLING)  # as in an evaluation with fewer samples
     assert fake.most_at_once == 6
 
 
@@ -124,8 +124,8 @@ def test_a_sync_writes_the_adapter_and_sends_the_noise_as_numbers(engine, fake: 
     assert not weights.exists()
 
 
-def test_nan_is_a_logprob(engine, fake: FakeVllm) -> None:
-    """The server cannot say it in JSON, and refuses: the same draws come again without log-probs."""
+def test_nan_log_probs_are_returned(engine, fake: FakeVllm) -> None:
+    """JSON has no NaN, so the server refuses. The same draws are then requested without log-probs."""
     fake.faults[COMPLETIONS] = [refusal(400, "Out of range float values are not JSON compliant: nan")]
     out = engine.generate(PROMPTS[:1], 2, SAMPLING)
     assert all(math.isnan(logprob) for completion in out.completions for logprob in completion.logprobs)
@@ -136,7 +136,7 @@ def test_nan_is_a_logprob(engine, fake: FakeVllm) -> None:
         engine.generate(PROMPTS[:1], 2, SAMPLING)
 
 
-# --- a server that is away
+# --- lost connections
 
 
 def test_a_lost_connection_is_tried_again(engine, fake: FakeVllm) -> None:
@@ -148,7 +148,7 @@ def test_a_lost_connection_is_tried_again(engine, fake: FakeVllm) -> None:
     assert not any(fake.faults.values())
 
 
-def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy, build) -> None:
+def test_a_server_that_stays_away_is_an_error_that_says_what_was_tried(policy: Policy, build) -> None:
     with running(FakeVllm(policy)) as gone:
         engine = build(rollout__vllm_server__url=gone.url, rollout__vllm_server__patience_seconds=0.2)
     with pytest.raises(EngineFailed) as caught:
@@ -158,7 +158,7 @@ def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy
 
 
 def test_the_time_limit_holds_for_all_tries_of_a_request(fake: FakeVllm, build) -> None:
-    """Of 1.2 s. The first one is lost late."""
+    """The limit is 1.2 s. The answer of the first try is lost after 0.9 s."""
     engine = build(rollout__vllm__timeout_minutes=0.02)
     fake.hold_seconds = 0.1
     assert engine.generate(PROMPTS[:1], 2, SAMPLING).completions
@@ -168,8 +168,8 @@ def test_the_time_limit_holds_for_all_tries_of_a_request(fake: FakeVllm, build) 
         engine.generate(PROMPTS[:1], 2, SAMPLING)
 
 
-def test_closing_ends_the_requests_beside_one_that_failed(fake: FakeVllm, build) -> None:
-    """Two groups are under way at once; of ten, others are never sent."""
+def test_closing_ends_the_other_requests_after_a_failed_one(fake: FakeVllm, build) -> None:
+    """Two groups are sampled at once, so most of the ten are never sent."""
     engine = build(rollout__batch_size=4, rollout__vllm_server__patience_seconds=60.0)
     fake.hold_seconds = 60
     fake.faults[COMPLETIONS] = [refusal(500, "no")]
@@ -201,7 +201,7 @@ def test_a_caller_may_stop_before_any_request_is_answered(fake: FakeVllm, build)
     assert fake.at_once == 0
 
 
-def test_closing_aborts_nothing_of_a_run_that_took_the_server_over(fake: FakeVllm, build) -> None:
+def test_closing_does_not_abort_requests_of_a_run_that_took_over(fake: FakeVllm, build) -> None:
     engine = build(rollout__batch_size=4)
     fake.hold_seconds = 0.8
     fake.faults[COMPLETIONS] = [refusal(500, "no")]
@@ -215,15 +215,15 @@ def test_closing_aborts_nothing_of_a_run_that_took_the_server_over(fake: FakeVll
     assert not sent(fake, "/abort_requests")
 
 
-def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, build) -> None:
-    """So does an unload. The second try then finds nothing left to do."""
+def test_loading_an_adapter_succeeds_if_only_the_answer_was_lost(fake: FakeVllm, build) -> None:
+    """Unloading succeeds too. The second try finds the work done."""
     fake.adapters["policy-old"] = "gone"
     fake.faults = {"/v1/load_lora_adapter": [LOSE], "/v1/unload_lora_adapter": [LOSE]}
     assert len(build().generate(PROMPTS, 2, SAMPLING).completions) == 6
     assert "policy-old" not in fake.adapters
 
 
-def test_a_run_that_takes_over_ends_what_runs_and_clears_the_cache_before_it_loads(fake: FakeVllm, build) -> None:
+def test_a_run_that_takes_over_aborts_requests_and_clears_the_cache_before_it_loads(fake: FakeVllm, build) -> None:
     fake.adapters["policy-old"] = "gone"
     build()
     needed = ["/abort_requests", "qerl_clear", "/v1/unload_lora_adapter", "/v1/load_lora_adapter"]
@@ -231,7 +231,7 @@ def test_a_run_that_takes_over_ends_what_runs_and_clears_the_cache_before_it_loa
 
 
 def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, build) -> None:
-    """The first one neither samples with the other's adapter and noise, nor changes them."""
+    """The first run neither samples with the adapter and noise of the last run, nor changes them."""
     other = build()
     held, fake.asked = dict(fake.adapters), []
     with pytest.raises(EngineFailed, match="does not exist"):
@@ -247,8 +247,10 @@ def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, build) -
     ("names", "said"),
     [(["policy-another"], "taken by another run"), (["own", "policy-another"], "taken by"), ([], "started again")],
 )
-def test_completions_of_a_server_that_changed_hands_are_none(engine, fake: FakeVllm, names, said: str) -> None:
-    """All were answered, some of them by another run's noise."""
+def test_completions_are_refused_if_another_run_took_the_server_meanwhile(
+    engine, fake: FakeVllm, names, said: str
+) -> None:
+    """All requests were answered, but perhaps with the noise of another run."""
     [own] = fake.adapters
 
     def change(answer: Any) -> Any:
@@ -306,7 +308,7 @@ def test_workers_that_hold_different_noise_are_an_error(engine, fake: FakeVllm) 
         engine.norms()
 
 
-# --- a server that serves something else
+# --- servers that do not fit the run
 
 
 def described(**changes: Any) -> Callable[[FakeVllm], None]:
@@ -314,7 +316,7 @@ def described(**changes: Any) -> Callable[[FakeVllm], None]:
 
 
 def norms(change: Callable[[torch.Tensor], torch.Tensor], most: int | None = None) -> Callable[[FakeVllm], None]:
-    """The server tells of at most so many norms, changed so."""
+    """Let the server return at most `most` norms, changed by `change`."""
 
     def tell(fake: FakeVllm) -> None:
         fake.rpc = lambda asked, given: (
@@ -367,7 +369,7 @@ W8A8 = fp8.W8A8.quantization_config(["lm_head"], torch.float32)
         (fault("/v1/load_lora_adapter", refusal(404, "No adapter found")), ["cannot load the adapter", "adapter_dir"]),
     ],
 )
-def test_a_server_that_serves_something_else_is_refused(
+def test_a_server_that_does_not_fit_the_run_is_refused(
     change: Callable, parts: list[str], fake: FakeVllm, build
 ) -> None:
     change(fake)
@@ -377,10 +379,10 @@ def test_a_server_that_serves_something_else_is_refused(
         assert part in str(caught.value)
 
 
-def test_another_rounding_than_that_of_the_sums_is_allowed(fake: FakeVllm, build) -> None:
+def test_a_gap_of_log_probs_by_rounding_is_allowed(fake: FakeVllm, build) -> None:
     off_by(0.005)(fake)
     build()
-    assert sent(fake, COMPLETIONS)  # it was compared
+    assert sent(fake, COMPLETIONS)  # the log-probs were compared
 
 
 # --- keys and folders
@@ -398,8 +400,8 @@ def test_a_key_comes_from_the_environment_and_stays_out_of_messages(
     assert "long-secret" not in str(caught.value)
 
 
-def test_the_adapter_lies_where_the_server_sees_it(fake: FakeVllm, build, tmp_path: Path) -> None:
-    """Maybe as another user: files are as readable as the folder that was typed."""
+def test_the_adapter_is_written_where_the_server_can_read_it(fake: FakeVllm, build, tmp_path: Path) -> None:
+    """The server may run as another user, so files are as readable as the typed folder."""
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o775)
@@ -412,7 +414,7 @@ def test_the_adapter_lies_where_the_server_sees_it(fake: FakeVllm, build, tmp_pa
     assert list(shared.iterdir()) == []
 
 
-def test_an_adapter_that_cannot_be_written_is_a_failure_of_the_engine(build, tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_written_makes_the_engine_fail(build, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     engine = build(rollout__vllm_server__adapter_dir=str(shared))
     shutil.rmtree(shared)
@@ -420,7 +422,7 @@ def test_an_adapter_that_cannot_be_written_is_a_failure_of_the_engine(build, tmp
         engine.sync(CLEAN)
 
 
-def test_a_write_that_breaks_off_leaves_the_adapter_before_it(engine, fake: FakeVllm, monkeypatch) -> None:
+def test_an_interrupted_write_leaves_the_previous_adapter(engine, fake: FakeVllm, monkeypatch) -> None:
     """The server may read the file at any time."""
     [folder] = fake.adapters.values()
     weights = Path(folder, "adapter_model.safetensors")
@@ -437,13 +439,13 @@ def test_a_write_that_breaks_off_leaves_the_adapter_before_it(engine, fake: Fake
 
 
 def test_a_server_that_fails_at_the_start_is_refused(fake: FakeVllm, build) -> None:
-    """Also after it has described itself: no step is lost."""
+    """It is refused also if it fails after describing itself. No step is lost yet."""
     fake.faults["/reset_prefix_cache"] = [lambda said: {"success": False}]
     with pytest.raises(ConfigError, match="kept its prefix cache"):
         build()
 
 
-# --- the line that starts a server
+# --- commands that start a server
 
 
 def test_the_command_prints_the_lines_that_start_the_server_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -463,14 +465,12 @@ def test_the_command_prints_the_lines_that_start_the_server_of_a_run(capsys: pyt
     ("rollout=transformers", "rollout.engine=transformers has no server. Type rollout=vllm_server."),
     ("rollout=vllm_server seed=x", "seed=x is not allowed; allowed: a whole number"),
 ])  # fmt: skip
-def test_a_run_without_a_server_of_its_own_has_no_line(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_a_single_server_get_no_command(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_line.main(words.split()) == 2
     assert said in capsys.readouterr().err
 
 
-def test_the_line_has_the_words_of_the_run(tiny) -> None:
+def test_the_command_has_the_settings_of_the_run(tiny) -> None:
     cfg = tiny(
         rollout__engine="vllm_server", format__name="bf16", lora__rank=20, rollout__vllm__kv_cache_gib=1.5,
         rollout__vllm__enforce_eager=True, rollout__vllm_server__url="http://127.0.0.1:8123", rollout__batch_size=48,
@@ -495,7 +495,7 @@ def test_the_line_has_the_words_of_the_run(tiny) -> None:
     assert " --tensor-parallel-size 2" in server_command.commands(cfg)[0]
 
 
-def test_a_base_that_is_packed_while_it_is_read_is_packed_first(tiny) -> None:
+def test_a_dense_base_is_packed_by_a_command_before_the_server_starts(tiny) -> None:
     cfg = tiny(rollout__engine="vllm_server", format__name="mxfp4", format__exponent_rule="ceil",
                format__ignore=["lm_head", "down_proj"])  # fmt: skip
     quantize, serve = server_command.commands(cfg)
@@ -504,7 +504,7 @@ def test_a_base_that_is_packed_while_it_is_read_is_packed_first(tiny) -> None:
     assert options.model == "pocket"
     assert f"vllm serve {options.out} " in serve
     cfg.format.exponent_rule = "floor"
-    assert f"vllm serve {options.out} " not in server_command.commands(cfg)[1]  # another base, in another folder
+    assert f"vllm serve {options.out} " not in server_command.commands(cfg)[1]  # another base has another folder
     cfg.model.path = "models/mine, v2 (final)"
     assert COMMAND.read(shlex.split(server_command.quantize_line(cfg, "a,b"))[3:]).model == cfg.model.path
 

@@ -1,4 +1,4 @@
-"""The loop of vLLM's engine over an `LLM` that a test makes. tests/unit/rollout/test_contract.py has vLLM's own."""
+"""The loop of `VllmEngine` over a fake LLM. tests/unit/rollout/test_contract.py has vLLM's own."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from qerl_lab.rollout.vllm.logprob_scheduler import LOGPROBS
 
 
 class Endless:
-    """An engine of vLLM that never finishes a request."""
+    """A fake engine of vLLM that never finishes a request."""
 
     def __init__(self) -> None:
         self.steps, self.added, self.aborted = 0, list[str](), list[str]()
@@ -35,7 +35,7 @@ class Endless:
 
 @pytest.fixture
 def play(policy, tiny, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    """Makes vLLM's engine over an `LLM` with the given loop."""
+    """Return a function that makes `VllmEngine` over an LLM with the given engine of vLLM."""
     with played_engine(monkeypatch, PlayedLlm) as module:
 
         def make(vllm: Endless, **changes: object) -> Engine:
@@ -65,15 +65,15 @@ def test_a_caller_may_stop_after_every_token(play: Callable[..., Engine]) -> Non
 
 
 class Slow(Endless):
-    """Takes a hundredth of a second for a token."""
+    """A fake that takes 0.01 s per token."""
 
     def step(self) -> list[SimpleNamespace]:
         time.sleep(0.01)
         return super().step()
 
 
-def test_a_rollout_has_its_minutes_and_no_more(play: Callable[..., Engine]) -> None:
-    """Of 0.005 minutes, which are 0.3 s."""
+def test_a_rollout_fails_after_its_time_limit(play: Callable[..., Engine]) -> None:
+    """The limit is 0.005 minutes, which are 0.3 s."""
     began = time.perf_counter()
     with pytest.raises(EngineFailed, match=r"finished 0 of 1 groups in rollout\.vllm\.timeout_minutes=0\.005"):
         play(Slow(), rollout__vllm__timeout_minutes=0.005).generate([[3]], 1, Sampling(24, seed=7))
@@ -81,7 +81,7 @@ def test_a_rollout_has_its_minutes_and_no_more(play: Callable[..., Engine]) -> N
 
 
 class TwoTokens(Endless):
-    """Ends a completion of two tokens, and stores the log-prob of each as the scheduler does."""
+    """A fake that ends a completion after two tokens, and stores their log-probs as the scheduler does."""
 
     def has_unfinished_requests(self) -> bool:
         return self.steps < 2
@@ -93,8 +93,8 @@ class TwoTokens(Endless):
         return [SimpleNamespace(finished=self.steps == 2, request_id="0", outputs=[output])]
 
 
-def test_log_probs_of_a_rollout_that_was_stopped_are_not_those_of_the_next(play: Callable[..., Engine]) -> None:
-    """vLLM calls the completions of both alike."""
+def test_log_probs_of_a_stopped_rollout_do_not_reach_the_next(play: Callable[..., Engine]) -> None:
+    """Completions of both have the same names in vLLM."""
 
     def stop(count: int) -> None:
         raise InterruptedError

@@ -1,4 +1,4 @@
-"""vLLM's worker class with noisy norms in float32, over a stand-in for vLLM's own. tests/gpu has the real one."""
+"""The worker class with noisy float32 norms, over a fake of vLLM's worker. tests/gpu has the real one."""
 
 import importlib
 import sys
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
 
 
 class Worker:
-    """Loads a block with three norms and a linear layer, all in bfloat16."""
+    """A fake worker that loads a block with three norms and a linear layer, all in bfloat16."""
 
     vllm_config = SimpleNamespace(
         additional_config={"qerl_lab_float32_norms": ["input_layernorm", "post_attention_layernorm", "proj"]}
@@ -55,22 +55,22 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("qerl_lab.rollout.vllm.worker", None)
 
 
-def test_the_named_norms_alone_are_float32_once_the_model_is_loaded(worker: Any) -> None:
+def test_only_the_named_norms_are_float32_after_loading(worker: Any) -> None:
     dtypes = {name: weight.dtype for name, weight in worker.get_model().named_parameters()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {f"{name}.weight" for name in NAMES}
 
 
-def test_noise_is_written_in_place_and_held_as_it_was_drawn(worker: Any) -> None:
+def test_noise_is_written_in_place_without_rounding(worker: Any) -> None:
     weights = {name: worker.get_model().get_parameter(f"{name}.weight") for name in NAMES}
     clean = {name: weight.detach().clone() for name, weight in weights.items()}
     addresses = [weight.data_ptr() for weight in weights.values()]
-    elsewhere = "layers.7.input_layernorm"  # of another pipeline stage
+    elsewhere = "layers.7.input_layernorm"  # in another pipeline stage
     worker.qerl_noise([*NAMES, elsewhere], "0.0001", 3, 4, False)
     expected = Noise(1e-4, 3, 4).onto_norms(clean)
     held = {name: decode_tensor(*one) for name, one in worker.qerl_norms([*NAMES, elsewhere]).items()}
     assert held.keys() == expected.keys()
     assert all(torch.equal(held[name], weight) for name, weight in expected.items())
-    worker.qerl_noise(NAMES[:1], "0.0001", 3, 5, False)  # the other is clean again
+    worker.qerl_noise(NAMES[:1], "0.0001", 3, 5, False)  # the other norm is clean again
     assert torch.equal(weights[NAMES[1]], clean[NAMES[1]])
     assert not torch.equal(weights[NAMES[0]], clean[NAMES[0]])
     worker.qerl_noise([elsewhere], "0.0001", 3, 6, False)
