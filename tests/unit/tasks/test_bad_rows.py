@@ -1,4 +1,4 @@
-"""Rows that are none: left out, counted and named; too many of them are an error."""
+"""Bad rows are left out, counted and named. Too many of them are an error."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, is_damaged: bool) -
     assert f"{file} cannot be read as {file.suffix} (" in refusal(cfg)
 
 
-def test_the_mark_that_an_editor_puts_at_the_start_costs_no_row(tmp_path: Path) -> None:
+def test_a_byte_order_mark_at_the_start_costs_no_row(tmp_path: Path) -> None:
     cfg = gsm8k_folder(tmp_path)
     file = tmp_path / "train.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
@@ -96,7 +96,7 @@ def test_a_bad_row_of_each_set_is_named(tmp_path: Path, name: str, change: dict[
     assert task.data["heldout_rows_left_out"] == 1
 
 
-def test_a_training_question_that_is_held_out_too_is_left_out_in_any_spelling(tmp_path: Path) -> None:
+def test_a_training_question_that_is_also_held_out_is_left_out_in_any_spelling(tmp_path: Path) -> None:
     row = hub_rows.gsm8k(1003)
     task = tasks.load(gsm8k_folder(tmp_path, [row | {"question": row["question"].upper().replace(" ", "  ")}]))
     assert len(task.train) == MANY
@@ -106,7 +106,7 @@ def test_a_training_question_that_is_held_out_too_is_left_out_in_any_spelling(tm
 
 
 @pytest.mark.parametrize(("number", "text"), [(27.0, "27"), (0.1, "0.1"), (-12.375, "-12.375"), (1e-7, "1e-07")])
-def test_a_number_with_the_digits_that_were_typed_is_an_answer(number: float, text: str) -> None:
+def test_a_number_becomes_an_answer_with_the_digits_of_the_file(number: float, text: str) -> None:
     assert Row({"answer": number}, {"answer": "answer"}).number_or_text("answer") == text
 
 
@@ -120,7 +120,7 @@ def test_held_out_questions_that_repeat_another_are_counted(tmp_path: Path) -> N
     assert warning == "heldout questions: 1 of 3 repeat another, and intervals count each as a new one"
 
 
-def test_a_file_that_holds_out_its_training_questions_is_named(tmp_path: Path) -> None:
+def test_a_file_that_holds_out_its_training_questions_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
         "from qerl_lab.tasks import Question\n"

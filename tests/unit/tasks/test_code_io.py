@@ -1,4 +1,4 @@
-"""The task of programs: its rows, and what a program earns."""
+"""The task of programs: its rows, and the rewards of programs."""
 
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,18 @@ def problem(k: int) -> dict[str, Any]:
 
 
 def graded(texts: list[str], question: Question) -> list[tuple[float, float]]:
-    """Every test passed, and the share that did, of each completion."""
+    """Return for each completion whether every test passed, and the share of tests that did."""
     scores = code_io.grade(texts, [question] * len(texts))
     return list(zip(scores["answer"].tolist(), scores["tests"].tolist(), strict=True))
 
 
 def question_of(*tests: tuple[str, str], seconds: int = 10) -> Question:
-    """`seconds` matter to a program that never ends; any other has time enough on a machine that does much else."""
+    """Return a question with these tests. Only endless programs need few `seconds`; a busy machine needs many."""
     payload = {"inputs": [i for i, _ in tests], "outputs": [o for _, o in tests], "seconds": seconds, "memory_mib": 256}
     return Question("q", "?", "", payload)
 
 
-# --- what a program earns
+# --- rewards of programs
 
 
 EARNED = {
@@ -65,7 +65,7 @@ def test_a_completion_earns_the_share_of_tests_and_all_of_them() -> None:
     "```Python \n{program}\n```\n```text\n5\n```", "Here:\n```\n{program}```",
     "```python\r\n{program}\r\n```\r\nIt doubles.",
 ])  # fmt: skip
-def test_of_several_blocks_the_last_in_python_is_the_program(text: str) -> None:
+def test_the_program_is_the_last_python_block_of_an_answer(text: str) -> None:
     program = "print(int(input()) * 2)"
     blocks = {"python": f"```python\n{program}\n```", "unmarked": f"```\n{program}\n```"}
     found = code_io.extract_program(answer(text.format(program=program, **blocks)))
@@ -84,7 +84,7 @@ def test_the_parts_of_the_reward_are_weighted(tmp_path: Path) -> None:
     assert rewards["format"].tolist() == [0.2, 0.2, 0.0]
 
 
-def test_one_program_is_run_once_for_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_programs_for_one_question_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("qerl_lab.tasks.code_sandbox.run", lambda programs: asked.append(programs) or [["4"]] * 2)
     question = question_of(("2\n", "4"))
@@ -96,7 +96,7 @@ def test_one_program_is_run_once_for_one_question(monkeypatch: pytest.MonkeyPatc
 # --- rows
 
 
-def test_rows_of_ones_own(tmp_path: Path) -> None:
+def test_rows_are_read_from_a_folder_or_from_one_file(tmp_path: Path) -> None:
     rows = [problem(k) for k in range(300)]
     hub_rows.write_parquet(tmp_path / "train.parquet", rows[:200])
     hub_rows.write_jsonl(tmp_path / "test.jsonl", rows[200:])
@@ -126,12 +126,12 @@ def test_a_row_with_bad_tests_is_named(tmp_path: Path, tests: object, said: str)
         tasks.load(TaskConfig(name="code_io", path=str(tmp_path)), training=None)
 
 
-def test_without_a_path_the_words_to_type_are_said() -> None:
+def test_a_missing_path_is_refused_with_the_words_to_type() -> None:
     with pytest.raises(ConfigError, match=r"which is not set\. Type task\.path=DIRECTORY with train\.jsonl and"):
         tasks.load(TaskConfig(name="code_io"))
 
 
-def test_no_sandbox_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_sandbox_refuses_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ConfigError("cannot confine them")
 

@@ -1,4 +1,4 @@
-"""Programs that try to get out, to take too much or to hurt others, and those that only do their work."""
+"""Programs that try to escape, to exceed limits or to harm other processes, and programs that just work."""
 
 import os
 import secrets
@@ -20,7 +20,7 @@ from qerl_lab.tasks.code_sandbox import Program
 from waiting import has_ended, wait_for
 
 SECRET = "a-secret-of-the-parent"
-# A program prints "out" where it got out: what it tries is in a block that ends in that.
+# Each attempt is the `try` block of a program, which prints "out" if the attempt succeeds.
 TRIES = {
     # reading
     "read a file": "open('/etc/passwd').read()",
@@ -89,7 +89,7 @@ def one(text: str, given: str = "", seconds: int = 5, memory_mib: int = 256) -> 
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    """A file, a listening port and an environment variable that no program may reach, and a free name in /tmp."""
+    """Yield a file, a listening port, a secret variable and a free name in /tmp; then assert that none was reached."""
     in_tmp = Path("/tmp", f"out-{secrets.token_hex(8)}")
     file = tmp_path_factory.mktemp("outside") / "secret"
     file.write_text(SECRET)
@@ -118,7 +118,7 @@ def filled(attempt: str, outside: dict[str, object]) -> str:
     return BLOCK.format(attempt=attempt.replace("\n", "\n    "))
 
 
-def test_no_attempt_gets_out(outside: dict[str, object]) -> None:
+def test_no_attempt_to_escape_succeeds(outside: dict[str, object]) -> None:
     programs = [Program(filled(attempt, outside), [""], 5, 256) for attempt in TRIES.values()]
     outputs = dict(zip(TRIES, (found[0] for found in code_sandbox.run(programs)), strict=True))
     killed = {"make a socket by a raw call", "fork by a raw call"} if os.uname().machine != "x86_64" else set()
@@ -126,8 +126,10 @@ def test_no_attempt_gets_out(outside: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("name", ["read a file of the user", "write a file", "kill the parent"])
-def test_the_attempts_succeed_outside(name: str, outside: dict[str, object], tmp_path: Path) -> None:
-    """Else the test before this one could not fail. The parent of this one is a process that is there to be killed."""
+def test_attempts_to_escape_succeed_outside_of_the_sandbox(
+    name: str, outside: dict[str, object], tmp_path: Path
+) -> None:
+    """Otherwise the test above could not fail. The parent of the program is a process that may be killed."""
     file = tmp_path / "try.py"
     file.write_text(filled(TRIES[name], outside))
     starter = "import subprocess, sys; subprocess.run([sys.executable, sys.argv[1]])"
@@ -166,16 +168,16 @@ def test_memory_is_limited() -> None:
     assert code_sandbox.run([Program(text, [""], 5, 256) for text in texts]) == [["caught\n"]] * len(texts)
 
 
-def test_what_ignores_its_limit_floods_its_output_or_fails_is_a_failure_and_no_crash() -> None:
+def test_programs_that_exceed_limits_or_fail_count_as_failed_and_crash_nothing() -> None:
     programs = [Program(text, [""], 2, 2048) for text in FLOODS] + [Program(text, [""], 1, 256) for text in FAILING]
     outputs = zip(FLOODS + FAILING, code_sandbox.run(programs), strict=True)
     assert {text[:60]: found for text, found in outputs if found != [None]} == {}
 
 
-# --- programs that do their work
+# --- programs that just work
 
 
-def test_exit_and_quit_end_a_program_as_plain_python_does() -> None:
+def test_exit_and_quit_end_a_program_as_in_plain_python() -> None:
     outputs = {
         "print(1)\nexit()\n1/0": "1\n", "def f(): quit(0)\nprint(2)\nf()\n1/0": "2\n", "print(3)\nexit(3)": None,
         "print(4)\nexit('why')": None,
@@ -198,26 +200,26 @@ def test_neither_unread_input_nor_a_flood_of_errors_is_a_failure() -> None:
     assert one("import sys\nfor _ in range(1000): sys.stderr.write('x' * 10**5)\nprint(1)", "x" * 10**7) == "1\n"
 
 
-def test_each_input_is_a_process_of_its_own() -> None:
+def test_each_input_gets_its_own_process() -> None:
     text = "import builtins\nprint(hasattr(builtins, 'seen'), input())\nbuiltins.seen = True"
     assert code_sandbox.run([Program(text, ["1", "2"], 5, 256)]) == [["False 1\n", "False 2\n"]]
 
 
-def test_a_set_of_words_prints_in_one_order_every_time() -> None:
+def test_a_set_of_texts_is_printed_in_the_same_order_every_time() -> None:
     text = "print({'a', 'b', 'c', 'd', 'e', 'f', 'g'})"
     (outputs,) = code_sandbox.run([Program(text, [""] * 4, 5, 256)])
     assert len(set(outputs)) == 1
     assert outputs[0]
 
 
-def test_programs_keep_their_order() -> None:
+def test_outputs_keep_the_order_of_the_programs() -> None:
     programs = [
         Program(f"import time; time.sleep({0.3 if n == 0 else 0}); print({n})", ["", ""], 5, 256) for n in range(9)
     ]
     assert code_sandbox.run(programs) == [[f"{n}\n"] * 2 for n in range(9)]
 
 
-def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_process_thread_or_handle_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code_sandbox.check()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = (threading.active_count(), set(os.listdir("/proc/self/fd")))
@@ -230,12 +232,12 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_a_program_ends_with_its_parent(tmp_path: Path) -> None:
-    """Killed with SIGKILL, a run leaves no program behind."""
+    """A run that SIGKILL ends leaves no program behind."""
     script = (
         "from qerl_lab.tasks import code_sandbox as s\ns.check()\nprint('ready', flush=True)\n"
         "s.run([s.Program('import time; time.sleep(300)', [''], 100, 256)])"
     )
-    # What SIGKILL leaves behind lies in a folder of this test.
+    # Temporary files that survive SIGKILL are in the folder of this test.
     here = os.environ | {"TMPDIR": str(tmp_path)}
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=here)
     assert child.stdout
@@ -247,7 +249,7 @@ def test_a_program_ends_with_its_parent(tmp_path: Path) -> None:
     wait_for(lambda: all(map(has_ended, programs)), 60)
 
 
-# --- a machine that cannot keep a program in
+# --- a machine that cannot confine a program
 
 
 @pytest.fixture
@@ -265,7 +267,7 @@ def unchecked() -> Iterator[None]:
 def test_a_weaker_sandbox_is_an_error(
     line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
 ) -> None:
-    """The jail without one of its walls, or on a kernel without Landlock."""
+    """The jail lacks one of its protections, or the kernel lacks Landlock."""
     text = Path(code_jail.__file__).read_text()
     assert text.count(line) == 1
     weaker = tmp_path / "jail.py"

@@ -1,4 +1,4 @@
-"""Scores of completions, hostile text included: pure, in batches, within limits of time and memory."""
+"""Scores of completions: in batches, for any text, within limits of time."""
 
 import random
 import threading
@@ -20,8 +20,8 @@ def answered(text: str) -> str:
     return f"<think>x</think><answer>{text}</answer>"
 
 
-def test_a_batch_is_graded_as_its_texts_are_one_by_one() -> None:
-    """An answer needs no format; one that nobody can read is wrong and counted."""
+def test_a_batch_gets_the_scores_of_its_texts_one_by_one() -> None:
+    """An answer counts without the format. An unreadable answer is wrong and counted as unparsed."""
     unreadable = [answered(text) for text in ("{{{", r"\int_0^{} x dx", "1" * 2000 + "x")]
     texts = [GOOD, "<answer>12.0</answer>", "12", answered("13"), GOOD, *unreadable]
     questions = [asking(answer) for answer in ("12", "12", "12", "12", "13", "18", "18", "18")]
@@ -58,8 +58,10 @@ def test_no_text_makes_a_grader_raise() -> None:
         assert set(values.tolist()) <= {0.0, 1.0}
 
 
-def test_the_library_is_asked_outside_of_the_main_thread_and_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where math-verify's own limits raise. What passes the limit is counted, and the next pair is compared."""
+def test_math_verify_works_outside_of_the_main_thread_and_within_its_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There math-verify's own limits raise. A pair over the limit is unparsed, and the next pair is compared."""
     monkeypatch.setattr(grading, "LIBRARY_SECONDS", 1.0)
     bomb, found = r"\sum_{k=1}^{99} \sum_{n=1}^{999} k^{99} n^{999}", []
     pairs = [(r"\sum_{k=1}^{5} k", "15"), (bomb, "15"), (r"\sum_{k=1}^{5} k", "16"), (r"\int_0^1 2x \, dx", "1")]

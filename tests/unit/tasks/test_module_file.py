@@ -1,4 +1,4 @@
-"""A task or a reward of the user's own: the contract, its refusals, and the examples of docs/tasks.md."""
+"""A task or a reward in a Python file of the user: the contract, refusals, and the examples of docs/tasks.md."""
 
 import re
 from dataclasses import replace
@@ -40,7 +40,7 @@ def load(folder: Path, text: str, **keys: object) -> tasks.Task:
 # --- the examples
 
 
-def test_the_first_example_is_a_task(tmp_path: Path) -> None:
+def test_the_first_example_loads_as_a_task(tmp_path: Path) -> None:
     task = tasks.load(TaskConfig(module=file(tmp_path, EXAMPLES[0], "pens.py")))
     assert task.name == "pens"
     assert (len(task.train), len(task.heldout), task.warnings) == (1110, 186, ())
@@ -63,8 +63,8 @@ def test_the_second_example_reads_rows(tmp_path: Path) -> None:
     assert "rows.jsonl:302 has a long answer" in said
 
 
-def test_a_copy_of_the_file_with_another_reward_reads_the_same_questions(tmp_path: Path) -> None:
-    """By id and SHA-256, so a report pairs runs with either file by question."""
+def test_a_changed_copy_of_the_file_reads_the_same_questions(tmp_path: Path) -> None:
+    """Their ids and SHA-256 are equal, so a report pairs runs with either file by question."""
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [{"riddle": f"R{n}?", "solution": n} for n in range(300)]))
     files = [file(tmp_path, EXAMPLES[1], "riddles.py"), file(tmp_path, f"{EXAMPLES[1]}\n# copied\n", "other.py")]
     first, second = (tasks.load(TaskConfig(module=module, path=path)) for module in files)
@@ -72,16 +72,16 @@ def test_a_copy_of_the_file_with_another_reward_reads_the_same_questions(tmp_pat
 
 
 @pytest.mark.parametrize(("there", "typed"), [("train", "held_out"), ("heldout", "trian")])
-def test_a_file_with_half_of_the_questions_is_noted(tmp_path: Path, there: str, typed: str) -> None:
-    """A misspelled name would otherwise train on one set and evaluate on another in silence."""
+def test_a_file_with_only_training_or_held_out_questions_gets_a_note(tmp_path: Path, there: str, typed: str) -> None:
+    """Otherwise a misspelled name would silently train on one set and evaluate on another."""
     text = ONE + "".join(f"def {n}(cfg): return [Question('{n}', '{n}?', '1')]\n" for n in (there, typed))
     (said,) = load(tmp_path, text).warnings
     other = {"train": "heldout: the held-out", "heldout": "train: the training"}[there]
     assert f"mine.py defines {there} but not {other} questions are those of task=arithmetic" in said
 
 
-def test_another_reward_is_on_the_same_questions(tmp_path: Path) -> None:
-    """By id and SHA-256, so a report pairs runs with and without the file by question."""
+def test_a_file_with_a_reward_alone_keeps_the_questions_of_the_task(tmp_path: Path) -> None:
+    """Their ids and SHA-256 are equal, so a report pairs runs with and without the file by question."""
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [{"problem": "2?", "answer": "2", "unique_id": "two"}]))
     plain = tasks.load(TaskConfig(name="math500", path=path), training=None)
     mine = tasks.load(TaskConfig(name="math500", path=path, module=file(tmp_path, REWARD)), training=None)
@@ -90,8 +90,8 @@ def test_another_reward_is_on_the_same_questions(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a run, by the keys of a command line; its own part of the reward is a metric."""
+def test_a_run_trains_on_the_first_example(tmp_path: Path, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of the reward that the file adds is a metric of the run."""
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.record.environment import TypedCommand
     from qerl_lab.train.run import run
@@ -116,7 +116,7 @@ def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.Monkey
 # --- the contract
 
 
-def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) -> None:
+def test_a_file_may_add_training_questions_to_a_set_for_evaluation(tmp_path: Path) -> None:
     hub_rows.write_jsonl(tmp_path / "test.jsonl", [hub_rows.amc23(n) for n in range(5)])
     text = ONE + "def train(cfg): return [Question('a', 'A?', '1')]"
     assert [question.id for question in load(tmp_path, text, name="amc23", path=str(tmp_path)).train] == ["a"]
@@ -180,7 +180,7 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
     ("{'format': (1 / 0 for _ in texts), 'answer': [1.0]}", "here 1, and returned <generator ob"),
     ("{'format': 1.0, 'answer': [1.0]}", "here 1, and returned 1.0."),
 ])  # fmt: skip
-def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str, said: str) -> None:
+def test_a_grade_that_breaks_the_contract_is_refused(tmp_path: Path, returned: str, said: str) -> None:
     task = load(tmp_path, f"def grade(texts, questions): return {returned}")
     with pytest.raises(ConfigError, match=re.escape(said)):
         task.grade(["a"], [Question("pens-1", "?", "1")])
@@ -199,23 +199,21 @@ def test_one_wrong_score_among_many_is_found(tmp_path: Path) -> None:
     ("def grade(texts, questions): return 1 / 0", "raised ZeroDivisionError: division by zero (line 1)."),
     ("def grade(texts): return 3", "raised TypeError: grade() takes 1 positional argument but 2 were given."),
 ])  # fmt: skip
-def test_an_error_in_grade_is_told_by_the_name_of_its_file_and_is_none_of_the_configuration(
-    tmp_path: Path, function: str, said: str
-) -> None:
+def test_an_error_in_grade_names_the_file_and_is_no_config_error(tmp_path: Path, function: str, said: str) -> None:
     task = load(tmp_path, function)
     with pytest.raises(GraderFailed, match=re.escape(f"mine.py: grade(texts, questions) {said}")) as caught:
         task.grade(["a"], [Question("", "?", "1")])
     assert not isinstance(caught.value, ValueError), "which a command would print without the traceback"
 
 
-def test_a_part_that_has_a_weight_is_returned(tmp_path: Path) -> None:
+def test_a_grade_without_a_weighted_part_is_refused(tmp_path: Path) -> None:
     task = load(tmp_path, "def weights(cfg): return {'short': 1.0}\n" + REWARD)
     with pytest.raises(ConfigError, match=r"weights\(cfg\), here short; and returned the keys format, answer\."):
         task.grade(["a"], [Question("", "?", "1")])
 
 
 @pytest.mark.parametrize("tests", [", 'tests': right / 2", ""])
-def test_a_grade_of_ones_own_may_return_the_parts_that_the_task_weighs(tmp_path: Path, tests: str) -> None:
+def test_a_grade_may_return_the_parts_that_the_task_weighs(tmp_path: Path, tests: str) -> None:
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [
         {"question": f"Q {n}?", "tests": [{"input": "", "output": "1"}]} for n in range(200)
     ]))  # fmt: skip
@@ -236,7 +234,7 @@ def composed(*words: str) -> RunConfig:
     return make_plan([*words], False).jobs[0].config
 
 
-def test_the_content_of_the_file_is_of_the_arm_and_its_place_is_not(tmp_path: Path) -> None:
+def test_the_arm_depends_on_the_content_of_the_file_and_not_on_its_path(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     before = composed(f"task.module={file(tmp_path, REWARD)}")
     elsewhere = composed(f"task.module={file(tmp_path / 'other', REWARD)}")
@@ -246,7 +244,7 @@ def test_the_content_of_the_file_is_of_the_arm_and_its_place_is_not(tmp_path: Pa
     assert len(before.task.module_hash or "") == 12
 
 
-def test_a_file_that_changed_or_went_after_the_run_was_composed_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_was_changed_or_deleted_after_composing_is_refused(tmp_path: Path) -> None:
     cfg = composed(f"task.module={file(tmp_path, REWARD)}").task
     assert tasks.load(replace(cfg, train_questions=9)).train
     file(tmp_path, REWARD + "\n")
@@ -271,14 +269,14 @@ def test_words_that_name_no_file_are_refused(
         composed(*words.split())
 
 
-def test_every_key_of_the_task_acts_with_a_file_which_may_read_it(tmp_path: Path) -> None:
+def test_every_key_of_the_task_is_accepted_with_a_file_that_may_read_it(tmp_path: Path) -> None:
     module = f"task.module={file(tmp_path, REWARD + 'def train(cfg): return []')}"
     assert composed(module, "task.path=DIR", "task.columns.answer=a", "task.code_io.seconds=3").task.path == "DIR"
     assert composed(module, "task.format_reward=0", "task.answer_reward=0").task.answer_reward == 0
 
 
 @pytest.mark.parametrize("word", ["task.path=DIR", "task.columns.answer=a"])
-def test_a_place_of_questions_that_neither_task_nor_file_reads_is_refused(tmp_path: Path, word: str) -> None:
+def test_a_key_that_neither_task_nor_file_reads_is_refused(tmp_path: Path, word: str) -> None:
     module = f"task.module={file(tmp_path, REWARD)}"
     with pytest.raises(ConfigError, match=r"does nothing in a run with task.name=arithmetic.* for example task=gsm8k"):
         composed(module, word)

@@ -1,4 +1,4 @@
-"""Question sets from files and from the hub: what is read, what is left out, what is refused."""
+"""Question sets from files and from the hub: their questions, rows that are left out, and refusals."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def test_a_set_is_read_with_the_columns_of_the_hub(tmp_path: Path, name: str) ->
         found = [*found, *tasks.load(cfg).train]
     assert len({question.id for question in found}) == len(found) == 400
     assert [question.answer for question in found if re.search(r"\b7\b", question.prompt)] == [answer]
-    assert all("Answer:" not in question.prompt for question in found), "a set's own wish for a format is cut off"
+    assert all("Answer:" not in question.prompt for question in found), "the format that a set asks for is cut off"
     texts = [f"<think>x</think><answer>{question.answer}</answer>" for question in found[:8]]
     scores = tasks.load(cfg, training=None).grade(texts, found[:8])
     assert (scores["answer"].mean(), scores["format"].mean()) == (1, 1), "a gold answer is right"
@@ -46,8 +46,8 @@ def test_a_set_for_evaluation_is_refused_as_a_training_task() -> None:
 
 
 @pytest.mark.parametrize("name", ["bigmath", "dapo_math"])
-def test_a_set_without_a_test_split_holds_a_share_out_by_wording(tmp_path: Path, name: str) -> None:
-    """Whatever the order of its rows, their blanks and case, and also where they are asked for as a benchmark."""
+def test_a_set_without_a_test_split_holds_out_a_share_by_wording(tmp_path: Path, name: str) -> None:
+    """The share does not depend on the order of rows, on blanks and case, nor on loading for an evaluation."""
     make, stem, _ = hub_rows.SETS[name]
     lines = [json.dumps(make(n)) for n in range(1000)]
     lines += [line.replace("What is", "WHAT  is").replace("$?", " $?\\n").replace("-0", "-9") for line in lines]
@@ -64,7 +64,7 @@ def test_a_set_without_a_test_split_holds_a_share_out_by_wording(tmp_path: Path,
 
 
 def test_the_same_questions_are_held_out_in_every_version(tmp_path: Path) -> None:
-    """Otherwise a later evaluation asks what an earlier run was trained on."""
+    """Otherwise a later version could evaluate on questions that an earlier run was trained on."""
     assert [n for n in range(60) if tasks.is_heldout(f"question {n}")] == [9, 18, 25, 26, 29, 35, 59]
     hub_rows.write_jsonl(tmp_path / "train.jsonl", [hub_rows.bigmath(n) for n in range(400)])
     found = tasks.load(TaskConfig(name="bigmath", path=str(tmp_path)), training=None).heldout
@@ -75,7 +75,7 @@ def test_the_same_questions_are_held_out_in_every_version(tmp_path: Path) -> Non
     ("data/train.jsonl", True), ("main/train-00000-of-00002.parquet", True), ("train.parquet", True),
     ("train.json", False), ("other/train.jsonl", False),
 ])  # fmt: skip
-def test_a_folder_may_lie_as_on_the_hub(tmp_path: Path, name: str, kept: bool) -> None:
+def test_a_folder_may_have_the_layout_of_the_hub(tmp_path: Path, name: str, kept: bool) -> None:
     cfg, file = gsm8k_folder(tmp_path), tmp_path / name
     (tmp_path / "train.jsonl").unlink()
     file.parent.mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ def test_the_parts_of_a_split_are_read_in_order(tmp_path: Path) -> None:
 
 def test_rows_that_dapo_repeats_count_once_and_other_rows_of_one_id_are_bad(tmp_path: Path) -> None:
     rows = [hub_rows.dapo(n % 150) for n in range(1500)]
-    hub_rows.write_parquet(tmp_path / "data" / "dapo-math-17k.parquet", rows)  # the name that it has on the hub
+    hub_rows.write_parquet(tmp_path / "data" / "dapo-math-17k.parquet", rows)  # its name on the hub
     cfg = TaskConfig(name="dapo_math", path=str(tmp_path))
     task = tasks.load(cfg)
     assert len(task.train) + len(task.heldout) == 150
@@ -116,7 +116,7 @@ def test_the_last_message_of_a_chat_is_the_question_of_dapo(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("levels", "count"), [("3-5", 300), ("4-5", 200), ("all", 500)])
-def test_bigmath_takes_the_levels_that_are_asked_for(tmp_path: Path, levels: str, count: int) -> None:
+def test_bigmath_takes_the_requested_levels(tmp_path: Path, levels: str, count: int) -> None:
     rows = [hub_rows.bigmath(n) | {"level": (n % 5 + 1, f"Level {n % 5 + 1}", n % 5 + 1.0)[n % 3]} for n in range(500)]
     hub_rows.write_jsonl(tmp_path / "train.jsonl", rows)
     cfg = TaskConfig(name="bigmath", path=str(tmp_path), bigmath=BigMathConfig(levels))
@@ -124,7 +124,7 @@ def test_bigmath_takes_the_levels_that_are_asked_for(tmp_path: Path, levels: str
     assert (len(task.train) + len(task.heldout), task.warnings) == (count, ())
 
 
-def test_bigmath_says_that_rows_have_no_level_and_counts_one_that_is_none(tmp_path: Path) -> None:
+def test_bigmath_notes_rows_without_a_level_and_leaves_out_a_wrong_level(tmp_path: Path) -> None:
     rows = [hub_rows.bigmath(n) for n in range(MANY)]
     cfg = TaskConfig(name="bigmath", path=str(tmp_path))
     hub_rows.write_jsonl(tmp_path / "train.jsonl", rows)
@@ -137,7 +137,7 @@ def test_bigmath_says_that_rows_have_no_level_and_counts_one_that_is_none(tmp_pa
 
 
 def steps_folder(folder: Path, train: list[int], test: list[int]) -> TaskConfig:
-    """A folder of GSM8K whose solutions have so many steps, with a blank line below each step; 0 is no solution."""
+    """Write GSM8K with solutions of these numbers of steps, a blank line after each step; 0 stands for no solution."""
     for name, steps in (("train", train), ("test", test)):
         rows = [
             {"question": f"{name} {n}: {count} steps?", "answer": "It is 1.\n \n" * count + "#### 1"}
@@ -148,7 +148,7 @@ def steps_folder(folder: Path, train: list[int], test: list[int]) -> TaskConfig:
 
 
 @pytest.mark.parametrize(("most", "train", "test"), [(None, 4, 3), (4, 4, 3), (3, 3, 2), (2, 1, 1)])
-def test_gsm8k_takes_the_questions_of_so_many_steps_in_every_role(
+def test_max_steps_of_gsm8k_limits_training_held_out_and_worked_questions(
     tmp_path: Path, most: int | None, train: int, test: int
 ) -> None:
     cfg = replace(steps_folder(tmp_path, [3, 2, 4, 3], [4, 2, 3]), gsm8k=Gsm8kConfig(most))
@@ -163,12 +163,14 @@ def test_gsm8k_takes_the_questions_of_so_many_steps_in_every_role(
     ([4, 3, 5], [2], "leaves out all 3 questions; the shortest solution has 3 steps. Type task.gsm8k.max_steps=3."),
     ([2], [5, 4], "leaves out all 2 questions; the shortest solution has 4 steps."),
 ])  # fmt: skip
-def test_steps_that_leave_no_question_are_refused(tmp_path: Path, train: list[int], test: list[int], said: str) -> None:
+def test_max_steps_that_leaves_no_question_is_refused(
+    tmp_path: Path, train: list[int], test: list[int], said: str
+) -> None:
     cfg = replace(steps_folder(tmp_path, train, test), gsm8k=Gsm8kConfig(2))
     assert f"task.gsm8k.max_steps=2 {said}" in refusal(cfg)
 
 
-def test_rows_of_gsm8k_without_a_solution_are_bad_where_steps_count(tmp_path: Path) -> None:
+def test_rows_of_gsm8k_without_a_solution_are_bad_with_max_steps(tmp_path: Path) -> None:
     cfg = steps_folder(tmp_path, [0, *[2] * 199], [2])
     assert (len(tasks.load(cfg).train), tasks.load(cfg).warnings) == (200, ())
     task = tasks.load(replace(cfg, gsm8k=Gsm8kConfig(2)))
@@ -179,7 +181,7 @@ def test_rows_of_gsm8k_without_a_solution_are_bad_where_steps_count(tmp_path: Pa
 # --- keys
 
 
-def test_columns_may_have_other_names_and_lie_in_a_struct(tmp_path: Path) -> None:
+def test_columns_may_have_other_names_and_be_nested(tmp_path: Path) -> None:
     rows = [{"meta": {"q": f"Q {n}", "key": n}, "gold": f"#### {n}"} for n in range(20)]
     hub_rows.write_jsonl(tmp_path / "train.jsonl", rows[:10])
     hub_rows.write_jsonl(tmp_path / "test.jsonl", rows[10:])
@@ -198,7 +200,7 @@ def test_an_empty_id_numbers_the_rows(tmp_path: Path) -> None:
     assert tasks.load(replace(cfg, columns=ColumnsConfig(id="")), training=None).heldout[0].id == "math500-test-0"
 
 
-def test_one_file_serves_an_evaluation_and_not_a_training_with_two_splits(tmp_path: Path) -> None:
+def test_one_file_suffices_for_an_evaluation_and_not_for_a_training_on_two_splits(tmp_path: Path) -> None:
     gsm8k_folder(tmp_path)
     cfg = TaskConfig(name="gsm8k", path=str(tmp_path / "test.jsonl"))
     assert len(tasks.load(cfg, training=None).heldout) == 10
@@ -225,7 +227,7 @@ def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, capsys, er
         raise error
 
     monkeypatch.setattr("datasets.get_dataset_config_names", fail)
-    say_hub_is_asked.cache_clear()  # it is said once in a process
+    say_hub_is_asked.cache_clear()  # the note is printed once per process
     message = refusal(TaskConfig(name="gsm8k", path="someone/no-such-set"))
     why = "the hub cannot be reached" if isinstance(error, ConnectionError) else type(error).__name__
     assert (
@@ -266,7 +268,7 @@ def test_the_hub_is_asked_for_the_right_sets(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("has", "asked"), [(["main", "socratic"], "main"), (["default"], None)])
-def test_another_set_on_the_hub_is_read_in_the_same_configuration_if_it_has_it(
+def test_another_set_on_the_hub_is_read_in_the_usual_configuration_if_it_has_it(
     monkeypatch: pytest.MonkeyPatch, has: list[str], asked: str | None
 ) -> None:
     import datasets
@@ -279,7 +281,7 @@ def test_another_set_on_the_hub_is_read_in_the_same_configuration_if_it_has_it(
     assert found == [("me/mine", asked)]
 
 
-def test_rows_of_the_hub_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_from_the_hub_equal_rows_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     rows = [hub_rows.aime24(n) for n in range(30)]
@@ -306,7 +308,7 @@ def gsm8k_solved(tmp_path: Path) -> TaskConfig:
     return TaskConfig(name="gsm8k", path=str(tmp_path))
 
 
-def test_a_solution_of_gsm8k_has_no_marks_of_a_calculator(gsm8k_solved: TaskConfig) -> None:
+def test_calculator_marks_of_gsm8k_are_removed_from_solutions(gsm8k_solved: TaskConfig) -> None:
     found = tasks.load(gsm8k_solved, training="worked")
     assert found.train[0].payload["solution"] == (
         "<think>She sold 48/2 = 24 clips.\nThat is 1,000 = 1,000 in all.</think><answer>1000</answer>"
@@ -315,7 +317,7 @@ def test_a_solution_of_gsm8k_has_no_marks_of_a_calculator(gsm8k_solved: TaskConf
     assert "1 of 201 rows are bad and left out" in found.warnings[0]
 
 
-def test_every_solution_earns_everything_and_no_question_gains_or_loses(gsm8k_solved: TaskConfig) -> None:
+def test_every_solution_earns_the_full_reward_and_questions_stay_the_same(gsm8k_solved: TaskConfig) -> None:
     found, usual = tasks.load(gsm8k_solved, training="worked"), tasks.load(gsm8k_solved)
     scores = found.grade([question.payload["solution"] for question in found.train], found.train)
     assert (scores["format"].min(), scores["answer"].min()) == (1, 1)
@@ -327,7 +329,7 @@ def test_every_solution_earns_everything_and_no_question_gains_or_loses(gsm8k_so
 # --- the record, and real data
 
 
-def test_the_record_tells_other_data_from_the_same(tmp_path: Path) -> None:
+def test_the_recorded_hash_changes_with_the_data(tmp_path: Path) -> None:
     before = tasks.load(gsm8k_folder(tmp_path)).data
     assert before == tasks.load(gsm8k_folder(tmp_path)).data
     assert (before["training_questions"], before["heldout_questions"]) == (MANY, 10)
@@ -342,7 +344,7 @@ def test_the_record_tells_other_data_from_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no copy of GSM8K beside the repository")
-def test_gsm8k_whole() -> None:
+def test_all_of_gsm8k_is_read_and_its_gold_answers_are_right() -> None:
     task = tasks.load(TaskConfig(name="gsm8k", path=str(SHARED / "gsm8k")))
     assert (len(task.train), len(task.heldout), task.warnings) == (7473, 1319, ())
     questions = task.train + task.heldout

@@ -1,4 +1,4 @@
-"""Calls in worker processes: their results, the limits that end them, and who outlives whom."""
+"""Calls in worker processes: results, limits, and the lifetime of workers."""
 
 import os
 import resource
@@ -24,16 +24,16 @@ def call_each(module: str, function: str, calls: Iterable[Sequence[object]], sec
 @pytest.mark.parametrize(("function", "calls", "results"), [
     ("operator.truediv", [(1, 0), (1, 2), ("a", 2), (1, 4)], [None, 0.5, None, 0.25]),  # some raise
     ("builtins.sorted", [([3, 1],), ("b\u2028a\ud800",)], [[1, 3], ["a", "b", "\u2028", "\ud800"]]),
-    ("builtins.print", [("4",), ("5",)], [None, None]),  # a print is no result
+    ("builtins.print", [("4",), ("5",)], [None, None]),  # printed text is no result
     ("os._exit", [(0,), (1,)], [None, None]),
 ])  # fmt: skip
-def test_the_results_come_in_order_and_none_is_shared(function: str, calls: list, results: list) -> None:
+def test_each_call_has_its_own_result_or_none(function: str, calls: list, results: list) -> None:
     module, _, name = function.partition(".")
     assert call_each(module, name, calls, seconds=5) == results
 
 
 def test_a_call_without_end_is_none_in_time() -> None:
-    """One call of C that looks at no signal: a limit inside the process would wait for years."""
+    """The call is a single C function, which checks no signal, so a limit inside the process would not end it."""
     started = time.monotonic()
     assert call_each("builtins", "pow", [(3, 2), (7, 10**9), (2, 5)], 0.5) == [9, None, 32]
     assert time.monotonic() - started < 60
@@ -53,7 +53,7 @@ def test_a_child_that_cannot_start_is_an_error_and_no_score() -> None:
         call("no_such_module", "f", (1,), 5)
 
 
-# --- who outlives whom
+# --- lifetime of workers
 
 
 def worker_pid() -> int:
@@ -64,10 +64,10 @@ def test_a_worker_is_kept_for_the_next_call() -> None:
     assert worker_pid() == worker_pid() != os.getpid()
 
 
-def test_a_worker_that_was_killed_between_two_calls_costs_no_result() -> None:
+def test_a_worker_killed_between_two_calls_is_replaced() -> None:
     pid = worker_pid()
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), 10)  # its threads too have ended
+    wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), 10)  # for all its threads
     assert worker_pid() not in (pid, None)
 
 
@@ -91,7 +91,7 @@ time.sleep(60)  # the fork holds the other ends of the workers' pipes
 
 @pytest.mark.slow
 def test_no_worker_outlives_a_parent_that_was_killed() -> None:
-    """Neither one that waits nor one within a call, though a fork holds their stdin."""
+    """Neither an idle worker nor one within a call stays, though a fork of the parent keeps their stdin open."""
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""Questions: train and held-out sets, and what a policy is asked."""
+"""Questions: training and held-out sets of arithmetic, rewards, and messages to the policy."""
 
 import hashlib
 import random
@@ -48,13 +48,13 @@ def problems(cfg: TaskConfig, count: int) -> list[arithmetic.Problem]:
 
 
 def earned(task: tasks.Task, completion: str, answer: str) -> float:
-    """The reward of one completion."""
+    """Return the reward of one completion."""
     scores = task.grade([completion], [tasks.Question("", "?", answer)])
     return sum(part.item() for part in task.weighted(scores, [completion]).values())
 
 
-def test_no_question_set_hides_a_task_that_has_a_file() -> None:
-    """A name in SOURCES is looked up before the files."""
+def test_no_question_set_has_the_name_of_a_task_file() -> None:
+    """Names in SOURCES are looked up first, so they would hide the file."""
     assert not SOURCES.keys() & {file.stem for file in Path(tasks.__file__).parent.glob("*.py")}
 
 
@@ -67,7 +67,7 @@ def numbers(question: tasks.Question) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
 def test_train_and_heldout_sets_share_no_problem_no_text_and_no_numbers(difficulty: dict[str, int]) -> None:
-    """In no order and with no signs: 7 + 5 - 3 tells the answer of 7 - 3 + 5, and much of that of 5 + 3 - 7."""
+    """Order and signs do not matter: 7 + 5 - 3 gives away 7 - 3 + 5, and much of 5 + 3 - 7."""
     cfg = TaskConfig(arithmetic=ArithmeticConfig(**difficulty))
     train, heldout = arithmetic.train(cfg), arithmetic.heldout(cfg)
     assert len(heldout) > 50
@@ -77,7 +77,7 @@ def test_train_and_heldout_sets_share_no_problem_no_text_and_no_numbers(difficul
     assert not {*map(numbers, train)} & {*map(numbers, heldout)}
 
 
-def test_the_split_is_a_property_of_the_question_and_the_pocket_is_never_taught_a_heldout_one() -> None:
+def test_the_question_decides_the_split_and_the_pocket_is_taught_no_heldout_question() -> None:
     cfg = TaskConfig()
     heldout = {question.prompt for question in arithmetic.heldout(cfg)}
     taught = PRETRAIN["examples"](cfg, random.Random(0))
@@ -96,8 +96,10 @@ def test_a_smaller_training_set_is_the_beginning_of_a_larger_one() -> None:
     ("asked", "count", "digest"),
     [({}, 4096, "42722d7c05bd"), ({"min_steps": 1, "max_steps": 3, "max_operand": 5}, 2046, "e3b3a733ac76")],
 )
-def test_a_set_larger_than_there_are_problems_holds_them_all(asked: dict[str, int], count: int, digest: str) -> None:
-    """And is the same in every version."""
+def test_a_set_that_asks_for_more_questions_than_problems_has_all_problems(
+    asked: dict[str, int], count: int, digest: str
+) -> None:
+    """The questions are the same in every version."""
     found = arithmetic.train(TaskConfig(arithmetic=ArithmeticConfig(**asked)))
     assert len(found) == count
     rows = [(question.id, question.prompt, question.answer) for question in found]
@@ -105,7 +107,7 @@ def test_a_set_larger_than_there_are_problems_holds_them_all(asked: dict[str, in
 
 
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
-def test_difficulty_keys_act(difficulty: dict[str, int]) -> None:
+def test_problems_keep_to_the_keys_of_difficulty(difficulty: dict[str, int]) -> None:
     cfg = TaskConfig(arithmetic=ArithmeticConfig(**difficulty))
     drawn = problems(cfg, 3000)
     steps = Counter(len(problem.changes) for problem in drawn)
@@ -136,8 +138,8 @@ def test_every_worked_solution_is_right_and_earns_the_full_reward(difficulty: di
     assert sums > 500
 
 
-def test_a_problem_is_worked_out_in_many_ways() -> None:
-    """The pocket takes its entropy from them."""
+def test_a_problem_has_many_worked_solutions() -> None:
+    """The entropy of the pocket policy comes from them."""
     problem, rng = arithmetic.Problem(5, (7, -3, 4)), random.Random(0)
     assert len({arithmetic.worked_solution(rng, problem) for _ in range(300)}) > 50
 
@@ -171,12 +173,12 @@ def test_the_format_may_be_paid_for_a_thought_or_a_right_answer_only(paid: str, 
     parts = task.weighted(task.grade(texts, questions), texts)
     assert parts["format"].tolist() == pytest.approx(earned_by_format)
     assert parts["answer"].tolist() == [1.0, 0.0, 1.0, 0.0]
-    assert task.grade(texts, questions)["format"].tolist() == [1.0] * 4  # what an evaluation counts
+    assert task.grade(texts, questions)["format"].tolist() == [1.0] * 4  # an evaluation counts the format itself
     partly = task.weighted({"format": np.ones(1), "answer": np.full(1, 0.5)}, texts[:1])
     assert partly["format"].tolist() == [0.0 if paid == "right" else 0.2], "half right is not right"
 
 
-def test_a_new_task_is_one_module_and_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_task_takes_one_module_and_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its grader reads the payload of its questions."""
     (tmp_path / "echo.py").write_text(NEW_TASK)
     conf = Path(shutil.copytree(conf_folder.package_data("conf"), tmp_path / "conf"))
@@ -190,10 +192,10 @@ def test_a_new_task_is_one_module_and_one_option(tmp_path: Path, monkeypatch: py
     assert {part: values.tolist() for part, values in parts.items()} == {"format": [0, 0, 0], "answer": [2, 2, 0]}
 
 
-# --- what is sent
+# --- messages
 
 
-def test_the_instruction_is_a_system_message_and_an_empty_one_is_none() -> None:
+def test_the_instruction_is_a_system_message_unless_it_is_empty() -> None:
     question = tasks.Question("q", "How many?", "1")
     asked = tasks.load(TaskConfig(train_questions=1)).messages(question)
     assert asked == [{"role": "system", "content": PAPER_INSTRUCTION}, {"role": "user", "content": "How many?"}]

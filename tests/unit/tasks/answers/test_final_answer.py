@@ -1,4 +1,4 @@
-"""The final answer of a completion, and the paper's format: what is thinking earns nothing."""
+"""The final answer of a completion, and the paper's format. Text within the thinking earns nothing."""
 
 import time
 
@@ -19,7 +19,7 @@ GOOD = "<think>7+5=12.</think><answer>12</answer>"
     ("<answer></answer>", None),
     ("<answer>1</answer><answer> </answer>", None),
     ("12", None),
-    # `<` belongs to an answer
+    # `<` may be part of an answer
     ("<answer>a<b</answer>", "a<b"),
     ("<think>18?<answer>18</answer></think><answer>17 < x</answer>", "17 < x"),
     # nothing inside the thinking counts
@@ -47,7 +47,7 @@ def test_the_final_answer_is_the_last_complete_block_outside_of_the_thinking(com
     ("<think><think>b</think><answer>12</answer>", False),
     ("<think>a<answer>1</answer></think><answer>12</answer>", False),
     ("<think>a</think> so <answer>12</answer>", False),
-    # a blank answer is none; `<` belongs to one
+    # a blank answer does not count; `<` may be part of an answer
     ("<think>a</think><answer> \n</answer>", False),
     ("<think>a</think><answer>x<y</answer>", True),
     ("<think>a</think><answer>1<answer>2</answer>", False),
@@ -84,13 +84,13 @@ def test_hostile_text_takes_linear_time(text: str):
     ("by <think> </think> and <answer> </answer> tags.<|assistant|>", GOOD, "12", True),
     ("<|Assistant|><think>\n", "7+5=12.</think><answer>12</answer>", "12", True),
     ("<|Assistant|><think>\n", GOOD, "12", False),  # it thinks twice
-    ("<|Assistant|><think>\n", "It is <answer>12</answer>", None, False),  # it thinks still
+    ("<|Assistant|><think>\n", "It is <answer>12</answer>", None, False),  # it is still thinking
     ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "<answer>12</answer>", "12", True),
 ])  # fmt: skip
-def test_what_the_prompt_has_begun_is_part_of_the_answer(
+def test_thinking_that_the_prompt_opens_is_part_of_the_answer(
     prompt: str, completion: str, answer: str | None, keeps: bool
 ) -> None:
-    """DeepSeek-R1's distills and Qwen3's thinking models open the thinking in the prompt, and a solution goes on."""
+    """Prompts of DeepSeek-R1's distilled models and of Qwen3's thinking models open the thinking."""
     (text,) = with_answer_start(prompt, [completion])
     assert (final_answer(text), keeps_format(text)) == (answer, keeps)
     assert (without_answer_start(prompt, GOOD) == completion) == keeps
