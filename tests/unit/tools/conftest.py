@@ -9,7 +9,7 @@ from qerl_lab.tools.queue_file import Part, Planned
 
 @pytest.fixture(scope="module")
 def composed_once() -> Iterator[None]:
-    """The runs of the same part, words and further words are composed once in a file: seven take a second."""
+    """Compose the runs of the same part and words once per file, because seven runs take a second."""
     compose, known = queue_file._runs_of_part, dict[str, list[Planned]]()
 
     def compose_or_copy(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:

@@ -1,4 +1,4 @@
-"""An export has the run's own logits in a process that knows nothing of the lab; its card says what it is."""
+"""An export gives the logits of the run in a process without the lab. Its card describes it."""
 
 import json
 import os
@@ -41,7 +41,7 @@ Runs = dict[str, tuple[Path, Policy]]
 
 
 def finished(folder: Path, cfg: RunConfig, build_policy: Build) -> Policy:
-    """A directory as a run leaves it, with an adapter that does something; returns the policy that it holds."""
+    """Write the directory of a finished run with an adapter; return its policy."""
     directory, learner = RunDirectory(folder), build_policy(cfg)
     directory.claim(cfg, TypedCommand("python -m qerl_lab +experiment=mine"))
     directory.begin()
@@ -53,7 +53,7 @@ def finished(folder: Path, cfg: RunConfig, build_policy: Build) -> Policy:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., RunConfig], build_policy: Build) -> Runs:
-    """A finished run on a packed base and one on a dense one."""
+    """Make a finished run on a packed base, and one on a dense base."""
     top, found = tmp_path_factory.mktemp("runs"), {}
     for name in ("nvfp4", "bf16"):
         cfg = tiny(format__name=name, lora__rank=4, lora__alpha=6.0, experiment=name)
@@ -91,7 +91,7 @@ def prompt(learner: Policy) -> list[int]:
 def test_an_adapter_on_a_model_of_the_hub_names_the_model_and_its_revision(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PEFT loads them. The newest revision may have other weights."""
+    """PEFT loads this revision. The newest one may have other weights."""
     run = shutil.copytree(runs["bf16"][0], tmp_path / "run")
     values = yaml.safe_load((run / "resolved.yaml").read_text())
     values["model"] |= {"path": "org/name", "revision": "abc"}
@@ -101,7 +101,7 @@ def test_an_adapter_on_a_model_of_the_hub_names_the_model_and_its_revision(
     assert (settings["base_model_name_or_path"], settings["revision"]) == ("org/name", "abc")
 
 
-def test_plain_libraries_have_the_logits_of_the_run(runs: Runs, tmp_path: Path) -> None:
+def test_peft_and_transformers_give_the_logits_of_the_run(runs: Runs, tmp_path: Path) -> None:
     ids = prompt(runs["bf16"][1])
     models: list[tuple[str, Path, Path | None, float]] = []
     for name, (folder, _) in runs.items():
@@ -119,12 +119,12 @@ def test_plain_libraries_have_the_logits_of_the_run(runs: Runs, tmp_path: Path) 
     for (name, base, _, tolerance), theirs in zip(models, found, strict=True):
         assert (own_logprobs(runs[name][1], ids) - theirs).abs().max() < tolerance, base
     assert {tensor.dtype for tensor in load_file(rounded / "model.safetensors").values()} == {torch.bfloat16}
-    with runs["nvfp4"][1].model.disable_adapter():  # or agreement would say nothing of the adapter
+    with runs["nvfp4"][1].model.disable_adapter():  # otherwise agreement would not show that the adapter acts
         assert (own_logprobs(runs["nvfp4"][1], ids) - found[0]).abs().max() > 0.1
 
 
 @NEEDS_VLLM
-def test_plain_vllm_has_them_too(runs: Runs, tmp_path: Path) -> None:
+def test_plain_vllm_gives_the_logits_of_the_run(runs: Runs, tmp_path: Path) -> None:
     folder, learner = runs["nvfp4"]
     ids = prompt(learner)
     beside = exported(tmp_path / "adapter", folder, base=True, dtype="float32")
@@ -134,7 +134,7 @@ def test_plain_vllm_has_them_too(runs: Runs, tmp_path: Path) -> None:
         assert (own_logprobs(learner, ids) - found).abs().max() < 1e-3
 
 
-def test_the_card_says_what_it_is_and_what_came_out(runs: Runs, tmp_path: Path) -> None:
+def test_the_card_has_the_settings_and_results_of_the_run(runs: Runs, tmp_path: Path) -> None:
     made = exported(tmp_path / "mine", runs["nvfp4"][0])
     _, head, body = (made / "README.md").read_text().split("---\n", 2)
     assert body.endswith(".\n")
@@ -152,9 +152,9 @@ def test_the_card_says_what_it_is_and_what_came_out(runs: Runs, tmp_path: Path) 
     assert adapted == sorted(adapted), "two exports of a run are the same bytes"
     merged = exported(tmp_path / "whole", runs["bf16"][0], merged=True)
     assert yaml.safe_load((merged / "README.md").read_text().split("---\n")[1])["library_name"] == "transformers"
-    assert not (merged / "recipe.json").exists()  # of the base, whose files it names
+    assert not (merged / "recipe.json").exists()  # it describes the files of the base
     for file in (made / "adapter_model.safetensors", merged / "model.safetensors"):
-        assert file.stat().st_mode == (file.parent / "README.md").stat().st_mode  # others may serve it
+        assert file.stat().st_mode == (file.parent / "README.md").stat().st_mode  # other users can read it too
 
 
 def test_the_card_of_one_step_has_one_reward(runs: Runs, tiny: Callable[..., RunConfig]) -> None:
@@ -165,7 +165,7 @@ def test_the_card_of_one_step_has_one_reward(runs: Runs, tiny: Callable[..., Run
 def test_the_card_of_an_adapter_on_a_model_of_the_hub_names_it(
     runs: Runs, tiny: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """Questions that all agree leave no interval. vLLM takes the rank itself where it is one of its ranks."""
+    """If all questions have equal gains there is no interval. vLLM takes rank 8 as it is."""
     copy = RunDirectory(shutil.copytree(runs["bf16"][0], tmp_path / "run"))
     copy.finish(RESULT | {"accuracy_gain_interval": [0.25, 0.25]})
     cfg = tiny(format__name="bf16", model__path="org/name", model__revision="abc", lora__rank=8)
@@ -176,10 +176,10 @@ def test_the_card_of_an_adapter_on_a_model_of_the_hub_names_it(
     assert "--max-lora-rank 8 " in body
 
 
-def test_the_card_s_line_makes_the_very_base_of_the_run(
+def test_the_command_on_the_card_makes_the_base_of_the_run(
     runs: Runs, tiny: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """With the rule and the layers of the run, and none of a base that is packed already."""
+    """The command has the rule and the layers of the run. For a base that is packed already there is none."""
     own, packed = shutil.copytree(ASSETS, tmp_path / "own"), tmp_path / "packed"
     words = [f"model={own}", "format=nvfp4", "scale_rule=four_over_six", "ignore=[lm_head,down_proj]"]
     assert quantize.main([*words, "device=cpu", f"out={packed}"]) == 0
@@ -198,10 +198,10 @@ def test_the_card_s_line_makes_the_very_base_of_the_run(
         assert ("dequantize=True" in said) != with_base, "the base of the export is dense"
 
 
-def test_the_card_s_code_loads_the_adapter_on_the_packed_base(
+def test_the_code_on_the_card_loads_the_adapter_on_the_packed_base(
     tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
 ) -> None:
-    """PEFT cannot adapt layers that compressed-tensors keeps packed, so the card has them dequantized."""
+    """PEFT cannot adapt layers that compressed-tensors keeps packed, so the code dequantizes them."""
     own, packed = shutil.copytree(ASSETS, tmp_path / "own"), tmp_path / "packed"
     words = [f"model={own}", "format=mxfp4", "device=cpu", f"out={packed}"]
     assert quantize.main(words) == 0
@@ -220,7 +220,7 @@ def test_the_card_s_code_loads_the_adapter_on_the_packed_base(
         assert (own_logprobs(learner, ids) - found).abs().max() > 0.3
 
 
-def test_a_copy_has_no_record_of_its_base_which_is_in_that_of_the_export(
+def test_records_of_the_base_are_in_export_json_and_not_copied(
     tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
 ) -> None:
     base = shutil.copytree(ASSETS, tmp_path / "base")
@@ -234,7 +234,7 @@ def test_a_copy_has_no_record_of_its_base_which_is_in_that_of_the_export(
     assert [origin[name] for name in ("warmup.json", "export.json")] == [{"of": "warmup.json"}, {"of": "export.json"}]
 
 
-def test_a_run_with_an_attention_of_a_gpu_is_exported_without_its_package(
+def test_a_run_with_flash_attention_is_exported_without_its_package(
     tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
 ) -> None:
     finished(tmp_path / "run", tiny(format__name="bf16"), build_policy)
@@ -247,7 +247,7 @@ def test_a_run_with_an_attention_of_a_gpu_is_exported_without_its_package(
     assert (merged / "model.safetensors").is_file()
 
 
-def test_what_cannot_be_exported_is_refused(runs: Runs, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_exported_are_refused(runs: Runs, tmp_path: Path) -> None:
     run = str(runs["bf16"][0])
     options = ExportOptions(run=run, out=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="nowhere is no directory"):
@@ -270,7 +270,7 @@ def test_what_cannot_be_exported_is_refused(runs: Runs, tmp_path: Path) -> None:
         requested_run(replace(options, run=str(copy)))
 
 
-def test_a_base_that_was_replaced_does_not_go_out_with_the_adapter(
+def test_an_export_with_a_replaced_base_is_refused(
     tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
 ) -> None:
     base = shutil.copytree(ASSETS, tmp_path / "base")
@@ -282,7 +282,7 @@ def test_a_base_that_was_replaced_does_not_go_out_with_the_adapter(
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_an_adapter_that_is_damaged_does_not_go_out(runs: Runs, tmp_path: Path, merged: bool) -> None:
+def test_the_export_of_a_damaged_adapter_is_refused(runs: Runs, tmp_path: Path, merged: bool) -> None:
     copy = shutil.copytree(runs["bf16"][0], tmp_path / "run")
     (copy / "adapter" / "adapter_model.safetensors").write_bytes(b"cut off")
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors cannot be read .* Put the file back as it was"):
@@ -290,7 +290,7 @@ def test_an_adapter_that_is_damaged_does_not_go_out(runs: Runs, tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_is_not_done_is_refused_and_an_export_replaced(
+def test_an_unfinished_run_is_refused_and_an_old_export_is_overwritten(
     tiny: Callable[..., RunConfig], build_policy: Build, tmp_path: Path
 ) -> None:
     finished(tmp_path / "run", tiny(format__name="bf16"), build_policy)

@@ -1,4 +1,4 @@
-"""The embedded policy: small, as its recipe says, and able to read anything."""
+"""The embedded policy: its files are those of its recipe, and its tokenizer reads any text."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from qerl_lab.model.on_disk import ASSETS
 
 
-def test_its_files_are_those_of_the_recipe() -> None:
+def test_the_files_are_those_of_the_recipe() -> None:
     record = json.loads((ASSETS / "recipe.json").read_text())
     pretrain = runpy.run_path(str(Path(__file__).parents[3] / "results/pocket/pretrain.py"))
     assert record["recipe"] == pretrain["Recipe"]().__dict__, "the recipe in the script made this file"
@@ -20,7 +20,7 @@ def test_its_files_are_those_of_the_recipe() -> None:
     assert record["command"] == "python results/pocket/pretrain.py out=DIR"
 
 
-def test_its_tokenizer_reads_any_text() -> None:
+def test_the_tokenizer_reads_any_text() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     for text in ("Ann has 12 pens.", "naïve 数学 🧮 \x00\t\r\n", "<think>1+1=2</think><answer>2</answer>"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

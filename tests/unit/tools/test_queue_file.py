@@ -1,4 +1,4 @@
-"""QUEUE.yaml as runs, and what a ledger leaves of them."""
+"""The runs of a queue.yaml, the runs that its ledger leaves, and the plan."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def queue(tmp_path: Path) -> Queue:
 
 
 def with_rows(queue: Queue, *attempts: tuple[int, str, str, str]) -> Queue:
-    """The queue with these attempts in its ledger: number of the run, state, seconds and evaluations."""
+    """Write attempts to the ledger (number of the run, state, seconds, evaluations); return the queue with them."""
     rows = [
         dict.fromkeys(COLUMNS, "")
         | {"run": queue.runs[number].key, "state": state, "seconds": seconds, "evaluations": evaluations}
@@ -43,7 +43,7 @@ def with_rows(queue: Queue, *attempts: tuple[int, str, str, str]) -> Queue:
     return replace(queue, rows=queue_file.read_ledger(queue.folder))
 
 
-def test_runs_stand_in_order_seed_by_seed_and_each_once(queue: Queue) -> None:
+def test_runs_are_ordered_by_part_and_seed_and_listed_once(queue: Queue) -> None:
     rates = [
         (one.part.name, one.config.experiment, one.config.seed, one.config.optim.learning_rate) for one in queue.runs
     ]
@@ -89,7 +89,7 @@ def test_a_run_of_a_pilot_and_of_a_preregistered_part_is_refused(tmp_path: Path)
         queue_file.read(tmp_path / "queue.yaml")
 
 
-def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queue) -> None:
+def test_runs_of_another_preregistration_are_named_except_the_pilot(queue: Queue) -> None:
     rows = [{"run": one.key, "part": one.part.name, "preregistration": "0" * 12} for one in queue.runs[:2]]
     assert [row["part"] for row in replace(queue, rows=rows).of_another_preregistration()] == ["formats"]
     (queue.folder / queue_file.PREREGISTRATION).write_text("now")
@@ -97,7 +97,7 @@ def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queu
     assert replace(queue, rows=rows).of_another_preregistration() == []
 
 
-def test_the_plan_says_in_a_line_what_follows_from_another_preregistration(
+def test_the_plan_says_in_one_line_how_to_repeat_runs_of_another_preregistration(
     queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = {"part": "formats", "state": DONE, "seconds": "9", "evaluations": "0 of 0", "preregistration": "0" * 12}
@@ -111,10 +111,10 @@ def test_the_plan_says_in_a_line_what_follows_from_another_preregistration(
     ]
 
 
-def test_a_run_that_failed_twice_is_planned_no_more_and_the_plan_says_so(
+def test_a_run_that_failed_twice_is_not_planned_again_and_named(
     queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the others one failed once, and one is done at its third attempt."""
+    """Run 1 failed once, and run 3 is done at its third attempt."""
     attempts = [(1, FAILED), (2, FAILED), (2, FAILED), (3, FAILED), (3, FAILED), (3, DONE)]
     made = with_rows(queue, *((number, state, "9", "0 of 0") for number, state in attempts))
     assert [one.key for one in made.left()] == [queue.runs[number].key for number in (0, 1, 4, 5, 6)]
@@ -123,7 +123,7 @@ def test_a_run_that_failed_twice_is_planned_no_more_and_the_plan_says_so(
     assert said == [f"failed 2 times, not planned again: {queue.runs[2].key}"]
 
 
-def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(
+def test_a_key_does_not_depend_on_the_paths_of_model_and_questions(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = queue.runs[0].config
@@ -131,14 +131,14 @@ def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(
     assert queue_file.key_of(moved) == queue.runs[0].key
     monkeypatch.setattr(queue_file, "settings_of_arm", lambda values: settings_of_arm(values) | {"added.later": 1})
     monkeypatch.setattr(queue_file, "values_of", lambda config: values_of(config) | {"added.later": 1})
-    assert queue_file.key_of(config) == queue.runs[0].key  # of a version with one more key, at its default
+    assert queue_file.key_of(config) == queue.runs[0].key  # in a version with one more key, at its default
     other = replace(config, model=replace(config.model, path="checkpoints/awq"))
     assert queue_file.key_of(other) != queue.runs[0].key
     absolute = replace(config, model=replace(config.model, path=str(Path.cwd() / "checkpoints" / "awq")))
     assert queue_file.key_of(absolute) == queue_file.key_of(other)
 
 
-def test_what_counts_waits_for_a_whole_preregistration(queue: Queue) -> None:
+def test_preregistered_runs_wait_for_a_complete_preregistration(queue: Queue) -> None:
     file = queue.folder / queue_file.PREREGISTRATION
     pilot, counting = queue.runs[:1], queue.runs[1:]
     queue.refuse_unregistered(pilot)
@@ -162,24 +162,24 @@ def test_the_queue_of_qwen_composes() -> None:
     )
 
 
-def test_hours_are_of_the_arm_else_of_the_experiment_and_of_as_many_evaluations(queue: Queue) -> None:
+def test_an_estimate_is_of_the_nearest_runs_with_as_many_evaluations(queue: Queue) -> None:
     """Runs 1 to 6 are bf16 and nvfp4 at 1e-3, two seeds, then bf16 at 1e-2. All rows but one have an evaluation."""
     queue = replace(queue, runs=[replace(one, parts=[replace(one.part, after=("accuracy",))]) for one in queue.runs])
     rows = [(1, DONE, "10", "1 of 1"), (2, DONE, "20", "1 of 1"), (5, DONE, "40", "1 of 1"), (0, DONE, "90", "0 of 0")]
     for known, expected in (
-        (rows, {3: 10, 4: 20, 6: 40}),  # of the other seed
-        (rows[:2], {6: 10}),  # of bf16 at another rate
+        (rows, {3: 10, 4: 20, 6: 40}),  # from the other seed
+        (rows[:2], {6: 10}),  # from bf16 at another rate
         (rows[1:2], {6: 20}),
         (rows[3:], {3: 90}),
-        ([rows[0], rows[2]], {4: 10}),  # of its part
+        ([rows[0], rows[2]], {4: 10}),  # from its part
         ([rows[0], (3, DONE, "20", "1 of 1"), rows[2]], {0: 20}),  # the median, not the mean
-        ([rows[0], (3, DONE, "1", "0 of 1"), (5, DONE, "99", "2 of 2")], {4: 10}),  # not whole; of more evaluations
+        ([rows[0], (3, DONE, "1", "0 of 1"), (5, DONE, "99", "2 of 2")], {4: 10}),  # fewer, or more evaluations
     ):
         made = with_rows(queue, *known)
         assert {number: made.estimate(made.runs[number]).seconds for number in expected} == expected
 
 
-def test_an_estimate_says_of_which_runs_it_is(queue: Queue) -> None:
+def test_an_estimate_names_the_runs_that_it_is_from(queue: Queue) -> None:
     rows = [(1, DONE, "10", "0 of 0"), (2, DONE, "20", "0 of 0"), (3, DONE, "20", "0 of 0")]
     for known, number, source in (
         (rows, 1, "2 runs of its arm"), (rows, 5, "2 runs of bf16"), (rows[1:2], 1, "1 run of part formats"),
@@ -189,8 +189,8 @@ def test_an_estimate_says_of_which_runs_it_is(queue: Queue) -> None:
         assert made.estimate(made.runs[number]).source == f"median of {source}"
 
 
-def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other words make other runs: what the ledger has of another scale says nothing of them."""
+def test_an_estimate_is_from_this_queue_or_else_from_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other words the runs are others, and rows of another scale do not count for them."""
     assert queue.estimate(queue.runs[1]).seconds == 600
     monkeypatch.chdir(FILE.parents[2])
     made = with_rows(queue, (0, DONE, "9", "0 of 0"))
@@ -202,7 +202,7 @@ def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: py
     assert estimate.source == "from the tokens/s in results/bench, each completion at its longest"
 
 
-def test_an_arm_that_died_says_nothing_of_the_hours(queue: Queue, tmp_path: Path) -> None:
+def test_a_dead_arm_of_the_bench_gives_no_estimate(queue: Queue, tmp_path: Path) -> None:
     config = queue.runs[0].config
     arm = {"model": config.model.name, "baseline": False, "gpus": 1}
     died = arm | {"died": "OutOfMemoryError: CUDA out of memory"}
@@ -221,10 +221,10 @@ def test_an_arm_that_died_says_nothing_of_the_hours(queue: Queue, tmp_path: Path
     (5, 1, 0, f" needs 10.0 minutes ({UNMEASURED}), and 5.0 of minutes=5 are left"),
     (25, 2, 5, f" needs 5.0 minutes ({UNMEASURED}, divided by 2 runs at once), and 0.0 of"), (70, 1, 7, ""),
 ])  # fmt: skip
-def test_a_plan_says_why_a_further_run_does_not_fit(
+def test_a_plan_says_why_the_next_run_does_not_fit(
     minutes: float, at_once: int, lines: int, said: str, queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run takes 600 s, as nothing is known of it."""
+    """Nothing is measured, so a run counts 600 s."""
     plan(PlanOptions(str(queue.folder / "queue.yaml"), minutes, jobs=at_once))
     printed = capsys.readouterr().out
     assert f"7 runs left, {7 / 6 / at_once:.1f} hours" in printed
@@ -246,10 +246,10 @@ def test_a_plan_names_the_runs_that_lack_evaluations(queue: Queue, capsys: pytes
     assert "evaluations" not in capsys.readouterr().out
 
 
-def test_the_minutes_of_a_part_are_the_mean_over_its_runs_left(
+def test_the_minutes_of_a_part_are_the_mean_over_its_remaining_runs(
     queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of formats one run of bf16 is left, of rates one at 1e-2, of the pilot none."""
+    """Left are one run of bf16 in formats, one at 1e-2 in rates, and none in pilot."""
     seconds = {0: "180", 1: "1200", 2: "600", 4: "600", 5: "120"}
     with_rows(queue, *((number, DONE, taken, "0 of 0") for number, taken in seconds.items()))
     for at_once, hours in ((1, "0.3"), (2, "0.2")):
@@ -260,10 +260,10 @@ def test_the_minutes_of_a_part_are_the_mean_over_its_runs_left(
         assert cells["pilot"] == ["1", "1", "0", "3.0", "0.0"]
 
 
-def test_planned_lines_take_the_part_of_the_gpu_that_run_would_give_them(
+def test_planned_commands_have_the_jobs_per_gpu_that_run_would_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shares = TWO_PARTS.replace("1e-3,1e-2", "1e-2 jobs_per_gpu=3")  # a line's own number wins
+    shares = TWO_PARTS.replace("1e-3,1e-2", "1e-2 jobs_per_gpu=3")  # the number in a line wins
     (tmp_path / "queue.yaml").write_text(shares)
     for jobs, expected in ((1, [None] * 5 + ["3"] * 2), (2, ["2"] * 5 + ["3"] * 2)):
         plan(PlanOptions(str(tmp_path / "queue.yaml"), 70, jobs))
@@ -305,7 +305,7 @@ def test_a_field_of_a_wrong_kind_is_refused_with_what_to_write(text: str, said: 
         queue_file.read(tmp_path / "queue.yaml")
 
 
-def test_a_queue_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_queue_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"queue\.yaml is no queue \(.*No such file.*\)\. Type the path of"):
         queue_file.read(tmp_path / "queue.yaml")
 
@@ -317,8 +317,8 @@ parts:
 """
 
 
-def test_what_a_part_leaves_out_is_as_the_text_above_says(tmp_path: Path) -> None:
-    """Five seeds, and for what counts the claims beside the queue. Words of the command win over a line's own."""
+def test_a_part_without_seeds_and_claims_gets_the_defaults(tmp_path: Path) -> None:
+    """The defaults are five seeds, and for all but pilots the claims beside the queue. Typed words win over a line."""
     (tmp_path / "queue.yaml").write_text(ONE_PART)
     (tmp_path / "claims.yaml").write_text("claims: []")
     runs = queue_file.read(tmp_path / "queue.yaml", ["steps=4"]).runs
@@ -328,7 +328,7 @@ def test_what_a_part_leaves_out_is_as_the_text_above_says(tmp_path: Path) -> Non
 
 
 def test_a_ledger_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Words may hold line ends: an instruction of several lines. Digits stay text: a commit may begin with 0."""
+    """Words may have line ends, as in a long instruction. Digits stay text, because a commit may begin with 0."""
     row = dict.fromkeys(COLUMNS, "a") | {"words": "'task.instruction=Think.\nThen answer, \"briefly\".\u2028End.'"}
     row |= {"seed": "0", "seconds": "480", "commit": "01234567", "adapter_sha256": "1e5", "host": "NA"}
     queue_file.write_ledger(tmp_path, [row, row])

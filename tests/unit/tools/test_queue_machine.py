@@ -1,4 +1,4 @@
-"""Runs of a queue on a machine, and what is collected of them: failures, late evaluations, bad packs."""
+"""Runs of a queue on a machine, and collecting their packs: failures, late evaluations, bad packs."""
 
 import errno
 import hashlib
@@ -29,7 +29,7 @@ from qerl_lab.tools.queue_file import DONE, FAILED, Planned, read_ledger, write_
 from waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("composed_once")
-MERGE = command._merge  # which `lab` replaces
+MERGE = command._merge  # `lab` replaces it
 
 
 QUEUE = """
@@ -40,7 +40,7 @@ parts:
 """
 
 
-def test_a_stopped_machine_ends_its_process_and_starts_no_other(tmp_path: Path) -> None:
+def test_a_stopped_machine_ends_its_process_and_starts_no_new_one(tmp_path: Path) -> None:
     planned: Any = SimpleNamespace(key="one")
     here = Machine(None, RunOptions(runs=str(tmp_path)), GpuPool(["0"], 1), time.monotonic())  # type: ignore[arg-type]
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
@@ -60,7 +60,7 @@ def test_a_stopped_machine_ends_its_process_and_starts_no_other(tmp_path: Path) 
     ("try: begin()\nexcept KeyboardInterrupt: time.sleep(0.1); print('cleaned up')", "cleaned up"),
     ("signal.signal(signal.SIGINT, signal.SIG_IGN); begin()", ""),
 ])  # fmt: skip
-def test_what_runs_when_the_time_is_up_may_clean_up_and_is_killed_if_it_does_not_end(
+def test_a_process_may_clean_up_when_the_time_is_up_and_is_killed_if_it_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, last: str
 ) -> None:
     planned: Any = SimpleNamespace(key="one")
@@ -87,18 +87,18 @@ AFTER_ITS_DIRECTORY: dict[str, int | None] = {
 
 
 class Calls:
-    """Stands in for the processes of a machine: a training run ends, an evaluation ends unless the time is up.
+    """A stand-in for the processes of a machine, which are trainings and evaluations.
 
-    The next trainings end as `endings` says: done, failed, refused, stopped before it began, killed before it had its
-    directory, lost or ended by a signal after it had one. Later ones are done, with weights in `weights` if that names
-    a file. Evaluations end with `evaluation` if the time suffices.
+    The next trainings end as listed in `endings`: done, failed, refused, stopped before it began, killed before it had
+    its directory, lost or ended by a signal after it had one. Later ones are done, with weights in the file `weights`
+    if it is set. Evaluations end with exit code `evaluation` if the time suffices.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg, self.has_time, self.made, self.endings = cfg, False, list[str](), list[str]()
         self.evaluation: int | None = 0
-        self.weights, self.seconds = "", 3.0  # those of all sessions of a run
-        self.packs, self.gpus = list[int](), list[str]()  # packs that lay there at each evaluation; the GPU of each run
+        self.weights, self.seconds = "", 3.0  # of all sessions of a run
+        self.packs, self.gpus = list[int](), list[str]()  # number of packs at each evaluation; the GPU of each run
         self.overrides: Sequence[str] = ()  # of the newest call
         self.answers = False  # whether evaluations write answers, with their texts
 
@@ -119,7 +119,7 @@ class Calls:
             if not directory.is_claimed:
                 directory.claim(self.cfg, TypedCommand("python -m qerl_lab"))
             folder.with_suffix(".txt").touch()
-            if ending == "signalled":  # the handler of the command's own signal
+            if ending == "signalled":  # as the signal handler of the command does
                 machine.stopped.set()
             if ending in AFTER_ITS_DIRECTORY:
                 return AFTER_ITS_DIRECTORY[ending]
@@ -149,14 +149,14 @@ class Calls:
 
 @dataclass
 class Lab:
-    """A queue's folder, and a machine with stand-ins for its processes. `merged` has what `collect` merged."""
+    """The folder of a queue, and a machine with stand-ins for its processes. `merged` lists what `collect` merged."""
 
     folder: Path
     calls: Calls
     merged: list[tuple[str, str]]  # folder of the results, run
 
     def run(self, pack: str, *parts: str, **options: Any) -> str:
-        """Make what is left on the machine, and pack it into the folder `pack`; return what is said of failures."""
+        """Make the remaining runs on the machine and pack them into the folder `pack`; return the error message."""
         folder = self.folder
         queue, runs = str(folder / "queue.yaml"), str(folder / "machine")
         try:
@@ -168,11 +168,11 @@ class Lab:
         return ""
 
     def rows(self) -> list[dict[str, str]]:
-        """The rows in the run directories of the machine."""
+        """Return the rows in the run directories of the machine."""
         return [json.loads(file.read_text()) for file in sorted(self.folder.glob("machine/*/queue.json"))]
 
     def collect(self, *packs: str) -> list[tuple[str, str]]:
-        """Collect folders of packs or packs; return state and evaluations of the rows in the ledger."""
+        """Collect packs or folders of packs; return state and evaluations of the rows in the ledger."""
         there = [str(self.folder / pack) for pack in packs]
         collect(CollectOptions(queue=str(self.folder / "queue.yaml"), packs=there, runs=str(self.folder / "here")))
         return self.ledger()
@@ -205,7 +205,7 @@ def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(
     assert not list((lab.folder / "here" / key / "evaluations").iterdir())
     lab.calls.has_time = True
     capsys.readouterr()
-    lab.run("second")  # by a later call on the same machine
+    lab.run("second")  # a later call on the same machine
     assert lab.rows()[0]["evaluations"] == "1 of 1"
     assert capsys.readouterr().out.splitlines()[-1].startswith("next, where the results are: ")
     lab.collect("second")
@@ -256,7 +256,7 @@ def test_a_run_that_failed_fails_the_command_and_one_that_was_stopped_does_not(
     key, _, how = line.partition(" ")
     assert how.startswith(f"{said}; ")
     assert failures.startswith(f"1 run failed in training or evaluation, see above: {key}.") == is_failure
-    if ending == FAILED:  # nothing is left to do here until the failure is in the ledger
+    if ending == FAILED:  # the run is not repeated here before the ledger has the failure
         assert lab.run("second") == ""
 
 
@@ -296,12 +296,12 @@ def test_the_command_ends_with_1_if_a_run_failed(lab: Lab, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(("jobs", "part"), [(1, []), (2, ["jobs_per_gpu=2"])])
-def test_a_run_beside_others_takes_its_part_of_the_gpu(lab: Lab, jobs: int, part: list[str]) -> None:
+def test_a_run_beside_others_gets_its_part_of_the_gpu(lab: Lab, jobs: int, part: list[str]) -> None:
     lab.calls.endings = [FAILED, FAILED]
     lab.run("first", jobs=jobs)
     assert [word for word in lab.calls.overrides if word.startswith("jobs")] == part
     lab.collect("first")
-    lab.run("second")  # alone on its GPU now
+    lab.run("second")  # now alone on its GPU
     assert [word for word in lab.calls.overrides if word.startswith("jobs")] == ["jobs_per_gpu=1"]
 
 
@@ -317,12 +317,12 @@ def test_weights_stay_on_the_machine_and_their_hash_is_in_the_row(lab: Lab, file
 
 
 @pytest.mark.parametrize(("minutes", "lease", "seconds", "needed"), [
-    (0.9, None, 1, 1.0),  # minutes that an engine takes to start
+    (0.9, None, 1, 1.0),  # an engine takes a minute to start
     (9, None, 600, 10.0),
     (9, 11, 600, None),
     (9, 9.5, 600, 10.0),
 ])  # fmt: skip
-def test_a_run_is_begun_if_it_fits_the_lease_and_goes_on_in_any_case(
+def test_a_run_begins_if_it_fits_the_lease_and_continues_in_any_case(
     lab: Lab, capsys, minutes: float, lease: float | None, seconds: int, needed: float | None
 ) -> None:
     (lab.folder / "queue.yaml").write_text(QUEUE.replace("seconds: 1", f"seconds: {seconds}"))
@@ -337,15 +337,15 @@ def test_a_run_is_begun_if_it_fits_the_lease_and_goes_on_in_any_case(
         assert lab.calls.made[:2] == ["qerl_lab", "qerl_lab"]
 
 
-def test_a_run_that_the_main_command_refuses_ends_the_command_with_its_words(lab: Lab) -> None:
+def test_a_run_that_the_main_command_refuses_ends_the_queue_with_the_same_message(lab: Lab) -> None:
     lab.calls.endings = ["refused"]
     with pytest.raises(ConfigError, match=r"^bf16-seed0-.* was refused: error: no such model$"):
         lab.run("first")
     assert not list((lab.folder / "first").iterdir())
 
 
-def test_what_a_run_is_told_of_this_machine(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The words of a line win over those for the machine; evaluations may use its variables."""
+def test_a_run_gets_the_words_for_this_machine(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words of a line win over words for the machine. Evaluations may use environment variables."""
     monkeypatch.setenv("BENCHMARKS", "/data/b")
     (lab.folder / "queue.yaml").write_text(QUEUE.replace("accuracy questions=2", "accuracy benchmarks=a:$BENCHMARKS"))
     lab.calls.endings = ["stopped"]
@@ -358,8 +358,8 @@ def test_what_a_run_is_told_of_this_machine(lab: Lab, monkeypatch: pytest.Monkey
     assert lab.rows()[0]["commit"] == "c0ffee"
 
 
-def test_the_seconds_of_a_run_are_those_of_all_its_sessions_and_of_its_evaluations(lab: Lab) -> None:
-    """A clock of the tests counts a minute at each look."""
+def test_the_seconds_of_a_run_include_all_sessions_and_evaluations(lab: Lab) -> None:
+    """The clock of these tests advances by a minute at each call."""
     lab.run("first")
     assert 60 <= int(lab.rows()[0]["seconds"]) < 3600
     (done,) = lab.folder.glob("machine/*/DONE")
@@ -378,7 +378,7 @@ def test_the_seconds_of_a_run_are_those_of_all_its_sessions_and_of_its_evaluatio
 @pytest.mark.parametrize(
     ("gpus", "seen", "expected"), [(2, "4,7,9", {"4", "7"}), (2, "", {"0", "1"}), (1, "", {"all"})]
 )
-def test_runs_take_the_first_gpus_of_the_visible_ones(
+def test_runs_take_the_first_visible_gpus(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, gpus: int, seen: str, expected: set[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
@@ -390,7 +390,7 @@ def test_runs_take_the_first_gpus_of_the_visible_ones(
 
 def test_the_first_runs_on_each_gpu_start_one_after_the_other() -> None:
     waits = list[float]()
-    stopped: Any = SimpleNamespace(wait=waits.append, is_set=lambda: True)  # and none is begun
+    stopped: Any = SimpleNamespace(wait=waits.append, is_set=lambda: True)  # and no run begins
     here = Machine(None, RunOptions(gpus=2, jobs=2), GpuPool(["0", "1"], 2), 0.0, stopped)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Machine, "train_and_evaluate", lambda *_: True)
@@ -409,7 +409,7 @@ def test_a_preregistered_run_waits_for_its_preregistration(lab: Lab) -> None:
     assert lab.rows()[0]["preregistration"] == hashlib.sha256(b"what was asked before").hexdigest()[:12]
 
 
-def test_a_disk_that_fills_up_leaves_no_half_of_a_pack(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_incomplete_pack(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -419,8 +419,8 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_pack(lab: Lab, monkeypatch: py
     assert not list(lab.folder.glob("first/*.tar.gz"))
 
 
-def test_a_report_that_fails_leaves_the_ledger_as_it_was(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the same command collects the same packs again."""
+def test_a_failing_report_leaves_the_ledger_unchanged(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command can then collect the same packs again."""
     lab.run("first")
     monkeypatch.setattr(command, "_merge", MERGE)
     monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
@@ -430,7 +430,7 @@ def test_a_report_that_fails_leaves_the_ledger_as_it_was(lab: Lab, monkeypatch: 
 
 
 @pytest.mark.parametrize("second", [DONE, FAILED])
-def test_a_run_that_failed_is_tried_once_more_where_it_failed(lab: Lab, second: str) -> None:
+def test_a_failed_run_is_tried_once_more_on_its_machine(lab: Lab, second: str) -> None:
     lab.calls.endings, lab.calls.has_time = [FAILED, "stopped", second], True
     lab.run("first")
     lab.run("again")  # the failure is not collected, and its pack may be lost
@@ -447,7 +447,7 @@ def test_a_run_that_failed_is_tried_once_more_where_it_failed(lab: Lab, second: 
     assert not list((lab.folder / "third").iterdir())
 
 
-def test_of_one_attempt_the_pack_that_is_done_counts(lab: Lab) -> None:
+def test_a_done_pack_replaces_a_failed_row_of_the_same_attempt(lab: Lab) -> None:
     lab.run("done")
     (row,) = lab.rows()
     write_ledger(lab.folder, [row | {"state": FAILED}])
@@ -459,7 +459,7 @@ def test_of_one_attempt_the_pack_that_is_done_counts(lab: Lab) -> None:
     assert len(lab.merged) == 1
 
 
-def test_a_finished_evaluation_is_not_forgotten_when_the_next_command_is_stopped(lab: Lab) -> None:
+def test_a_finished_evaluation_stays_in_the_row_when_the_next_command_is_stopped(lab: Lab) -> None:
     (lab.folder / "queue.yaml").write_text(QUEUE.replace("after: [", "after: [entropy, "))
     lab.run("first")
     (file,) = lab.folder.glob("machine/*/queue.json")
@@ -468,7 +468,7 @@ def test_a_finished_evaluation_is_not_forgotten_when_the_next_command_is_stopped
     assert [row["evaluations"] for row in lab.rows()] == ["1 of 2"]
 
 
-def test_evaluations_of_parts_that_were_not_typed_wait(lab: Lab) -> None:
+def test_evaluations_of_other_parts_than_the_typed_ones_wait(lab: Lab) -> None:
     other = '  - {name: other, lines: ["+experiment=nvfp4"], seeds: [0], preregistered: false}\n'
     (lab.folder / "queue.yaml").write_text(QUEUE + other)
     lab.run("first", "formats")
@@ -480,7 +480,7 @@ def test_evaluations_of_parts_that_were_not_typed_wait(lab: Lab) -> None:
     assert lab.calls.made[3:] == ["qerl_lab.evaluate"]
 
 
-def test_a_run_of_which_another_attempt_counts_is_not_evaluated(lab: Lab) -> None:
+def test_a_run_with_another_attempt_in_the_ledger_is_not_evaluated(lab: Lab) -> None:
     lab.run("first")
     write_ledger(lab.folder, [row | {"start": "on another machine"} for row in lab.rows()])
     lab.run("second")
@@ -502,7 +502,7 @@ def test_results_go_to_the_folders_of_all_parts_that_list_a_run(lab: Lab, capsys
                     f"next: python -m qerl_lab.report '{lab.folder}/the others'"]  # fmt: skip
 
 
-def test_a_run_goes_to_no_folder_of_another_part(lab: Lab) -> None:
+def test_a_run_is_merged_only_into_the_folder_of_its_part(lab: Lab) -> None:
     other = '  - {name: other, lines: ["+experiment=nvfp4"], seeds: [0], preregistered: false, into: other}\n'
     (lab.folder / "queue.yaml").write_text(QUEUE + other)
     lab.run("first")

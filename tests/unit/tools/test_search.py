@@ -1,4 +1,4 @@
-"""A search with a stand-in for the main command, whose runs get a reward by a formula of their words."""
+"""A search with a stand-in for the main command. Runs get a reward by a formula of their words."""
 
 import json
 import math
@@ -21,8 +21,8 @@ BEST = {"aqn.sigma_start": 0.05, "optim.learning_rate": 1e-3}
 
 
 class Lab:
-    """Takes the words of a sweep as the main command does. Its trial number `stops_at` is interrupted once; a run of
-    trial `fails_at` fails before its first step."""
+    """A stand-in that takes the words of a sweep. Trial `stops_at` is interrupted once; a run of trial `fails_at`
+    fails before its first step."""
 
     def __init__(self, stops_at: int | None = None, fails_at: int | None = None) -> None:
         self.stops_at, self.fails_at, self.calls = stops_at, fails_at, []
@@ -92,14 +92,14 @@ def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys:
     assert table[0] in capsys.readouterr().out
 
 
-def test_a_search_that_was_stopped_tries_what_one_in_a_piece_does(tmp_path: Path) -> None:
+def test_a_stopped_and_continued_search_tries_the_same_as_an_unbroken_one(tmp_path: Path) -> None:
     whole, stopped = Lab(), Lab(stops_at=12)
     search(tmp_path / "whole", whole, trials=14)
     with pytest.raises(KeyboardInterrupt, match="continues this trial"):
         search(tmp_path / "stopped", stopped, trials=14)
     assert len(stopped.calls) == 13
     search(tmp_path / "stopped", stopped, trials=14)
-    assert stopped.calls[12] == stopped.calls[13]  # the sweep of that trial goes on
+    assert stopped.calls[12] == stopped.calls[13]  # the sweep of that trial is continued
     assert stopped.proposals == whole.proposals
     rates = [float(rate.partition("=")[2]) for _, rate in whole.proposals]
     assert 4 <= sum(rate < 1e-3 for rate in rates) <= 10, "each power of ten is tried as often"
@@ -110,7 +110,7 @@ def test_a_search_that_was_stopped_tries_what_one_in_a_piece_does(tmp_path: Path
     assert len(stopped.calls) == 16
 
 
-def test_a_search_that_goes_on_with_other_source_files_says_so(
+def test_a_search_continued_with_other_source_files_prints_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = "note: the search began with other source files of qerl_lab"
@@ -120,10 +120,10 @@ def test_a_search_that_goes_on_with_other_source_files_says_so(
         assert (told in capsys.readouterr().out) == is_told
 
 
-def test_a_trial_with_a_failed_run_is_worth_nothing_and_the_search_goes_on(tmp_path: Path) -> None:
+def test_a_trial_with_a_failed_run_has_no_value_and_the_search_continues(tmp_path: Path) -> None:
     lab = Lab(fails_at=1)
     search(tmp_path, lab, objective="accuracy")
-    search(tmp_path, lab, objective="accuracy")  # the same line again
+    search(tmp_path, lab, objective="accuracy")  # the same command again
     assert "eval.questions=0" not in lab.calls[0]
     tried = [dict(word.split("=", 1) for word in words if "=" in word)["hydra.sweep.dir"] for words in lab.calls]
     assert tried == [f"{tmp_path}/trial-{number:04}" for number in range(4)]
@@ -137,7 +137,7 @@ def test_a_trial_with_a_failed_run_is_worth_nothing_and_the_search_goes_on(tmp_p
     ("metrics.jsonl", '{"step": 1, "time": 0.0, "metrics": {"reward/mean": null}}\n'),
     ("DONE", None),
 ])  # fmt: skip
-def test_a_trial_whose_runs_have_no_worth_has_failed(tmp_path: Path, record: str, content: str | None) -> None:
+def test_a_trial_without_a_value_from_its_runs_has_failed(tmp_path: Path, record: str, content: str | None) -> None:
     lab = Lab()
 
     def spoiled(words: list[str]) -> int:
@@ -156,7 +156,7 @@ def test_the_directory_is_quoted_for_hydra(tmp_path: Path) -> None:
     assert f"hydra.sweep.dir='{tmp_path}/a, b/trial-0000'" in lab.calls[0]
 
 
-def test_words_may_not_change_but_for_how_it_runs(tmp_path: Path) -> None:
+def test_only_words_about_launching_may_change_in_a_search(tmp_path: Path) -> None:
     search(tmp_path, Lab(), "+experiment=nvfp4_aqn", "jobs=2", trials=1)
     search(tmp_path, Lab(), "+experiment=nvfp4_aqn", "jobs=1", "launcher=ray", trials=2)
     with pytest.raises(ConfigError, match="holds a search with other words"):
@@ -167,7 +167,7 @@ def test_words_may_not_change_but_for_how_it_runs(tmp_path: Path) -> None:
         search(tmp_path, Lab(), objective="accuracy")
 
 
-def test_refused_words_may_be_corrected(tmp_path: Path) -> None:
+def test_refused_words_may_be_corrected_before_the_first_trial(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nvfp5 is not an option"):
         search(tmp_path, Lab(), "+experiment=nvfp5")
     search(tmp_path, Lab())
@@ -199,23 +199,23 @@ def test_a_search_for_accuracy_needs_questions() -> None:
     (["+experiment=nvfp4_aqn", *RANGES, "aqn.sigma_start=0.1..0.2"], "aqn.sigma_start is given 2 times"),
     (["optim.learning_rate=1e-4..1e-2", "+experiment=bf16,nvfp4"], "a search takes one arm"),
 ])  # fmt: skip
-def test_what_cannot_be_searched_is_told(words: list[str], said: str) -> None:
+def test_a_wrong_search_space_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_space(words, SearchOptions())
 
 
-def test_a_search_without_a_directory_to_write_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_without_a_writable_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+experiment=nvfp4_aqn", *RANGES]
     assert command.main(words) == 2
     assert "out= is missing. Type for example out=searches/pocket." in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert command.main([f"out={tmp_path}/file", *words]) == 2
     assert f"out={tmp_path}/file cannot be written" in capsys.readouterr().err
-    assert command.main([f"out={tmp_path}/one", "seeds=[0,1]", *words]) == 2  # on which sweeps report
+    assert command.main([f"out={tmp_path}/one", "seeds=[0,1]", *words]) == 2  # reports use these seeds
     assert "0 in seeds=[0,1] is not allowed; allowed: at least 100" in capsys.readouterr().err
 
 
-def test_the_command_hands_on_what_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_other_keys_are_passed_to_the_main_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab()
     monkeypatch.setattr("qerl_lab.cli.train.main", lab)
     words = ["+experiment=nvfp4_aqn", "task.instruction=a..b", *RANGES]

@@ -1,4 +1,4 @@
-"""The warm-up: what is learned, and a directory that a run trains on."""
+"""The warm-up: its examples, its updates, and a directory that a run can train on."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def task() -> tasks.Task:
 def test_only_the_solution_and_its_end_token_are_learned(
     tokenizer: AutoTokenizer, task: tasks.Task, opened: str
 ) -> None:
-    """A prompt that opens the thinking is not answered by opening it again."""
+    """If the prompt opens the thinking, the solution does not open it again."""
     if opened:
         tokenizer.chat_template += f"{{% if add_generation_prompt %}}{opened}\n{{% endif %}}"
     rows, left_out = tokenize(task, tokenizer, 512)
@@ -84,7 +84,7 @@ def test_long_examples_are_counted_and_all_of_them_are_an_error(tokenizer: AutoT
         tokenize(task, tokenizer, 2)
 
 
-def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: WarmupOptions, tmp_path: Path) -> None:
+def test_an_update_of_the_mean_loss_does_not_depend_on_the_micro_batch(options: WarmupOptions, tmp_path: Path) -> None:
     """The mean is over the solution tokens of the update, not over the means of micro-batches."""
     model = write_dense(tmp_path / "without_dropout", random_model(attention_dropout=0.0))
     options = replace(options, model=str(model), epochs=0.25)
@@ -97,7 +97,7 @@ def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: Wa
 
 
 def test_every_solution_is_seen_once_in_each_pass(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last update of a pass is not full."""
+    """This holds also if the last update of a pass is not full."""
     seen, rates, step = list[int](), list[float](), SFTTrainer.training_step
 
     def counted(trainer: SFTTrainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *more: object) -> object:
@@ -114,7 +114,7 @@ def test_every_solution_is_seen_once_in_each_pass(options: WarmupOptions, monkey
     assert [count_updates(epochs, 7473, 64) for epochs in (0.1, 1, 3)] == [12, 117, 351]
 
 
-def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_finite_ends_the_warm_up(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = SFTTrainer.compute_loss
     monkeypatch.setattr(SFTTrainer, "compute_loss", lambda *given, **how: torch.nan * compute(*given, **how))
     with pytest.raises(ValueError, match="the loss of update 1 is nan"):
@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_finite_ends_it(options: WarmupOptions, monkeypatch: 
 
 
 def test_a_model_that_lacks_a_weight_or_has_one_more_is_refused(options: WarmupOptions, tmp_path: Path) -> None:
-    """transformers would fill it with random numbers, which the warm-up would train, or leave it out."""
+    """transformers would fill a missing weight with random numbers, and drop an extra one."""
     folder = write_dense(tmp_path / "more", random_model())
     edit_tensors(folder, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})
     with pytest.raises(
@@ -138,7 +138,7 @@ def test_a_model_that_lacks_a_weight_or_has_one_more_is_refused(options: WarmupO
         warm_up(replace(options, model=str(folder)))
 
 
-def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
+def test_a_warm_up_lowers_the_loss_and_leaves_a_model_that_a_run_loads(
     options: WarmupOptions, tiny: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     warm_up(options)
@@ -162,9 +162,7 @@ def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
     check(replace(options, overwrite=True))
 
 
-def test_a_machine_of_several_gpus_shows_one_to_the_trainer(
-    options: WarmupOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_sees_one_gpu_of_several(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setattr(tasks, "load", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -185,7 +183,7 @@ def test_a_machine_of_several_gpus_shows_one_to_the_trainer(
         ({"out": "MODEL", "model": "pocket", "overwrite": True}, "was not made by this command"),
     ],
 )
-def test_what_cannot_serve_is_refused_before_torch_is_imported(
+def test_wrong_options_are_refused_before_torch_is_imported(
     options: WarmupOptions, model: Path, changes: dict[str, object], message: str
 ) -> None:
     given = {key: str(value).replace("MODEL", str(model)) if key == "out" else value for key, value in changes.items()}
@@ -193,7 +191,7 @@ def test_what_cannot_serve_is_refused_before_torch_is_imported(
         check(replace(options, **given))  # type: ignore[arg-type]
 
 
-def test_what_is_left_out_of_the_task_is_said(
+def test_warnings_of_the_task_are_printed(
     options: WarmupOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tasks, "load", lambda *_, **__: SimpleNamespace(warnings=["2 rows are left out"]))
@@ -221,7 +219,7 @@ def test_a_weight_that_is_not_finite_is_refused_before_an_update(options: Warmup
         warm_up(replace(options, model=str(folder)))
 
 
-def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: WarmupOptions, tmp_path: Path) -> None:
+def test_a_task_without_a_row_is_refused_with_the_keys_of_this_command(options: WarmupOptions, tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").touch()
     with pytest.raises(ConfigError, match=r"gsm8k has no worked solution.*or task_path=DIRECTORY"):
@@ -231,7 +229,7 @@ def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: Warmup
         warm_up(replace(options, task="gsm8k", task_path=str(file)))
 
 
-def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(options: WarmupOptions) -> None:
+def test_the_printed_command_trains_with_the_taught_instruction(options: WarmupOptions) -> None:
     said = training_words(replace(options, instruction="Think, then answer (briefly)."))
     (job,) = make_plan([word for word in said if not word.startswith("model.path=")], False).jobs
     assert job.config.task.instruction == "Think, then answer (briefly)."
@@ -239,7 +237,7 @@ def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(op
     assert not [word for word in training_words(options) if word.startswith("task")]
 
 
-def test_a_file_of_the_user_s_teaches_its_own_solutions(options: WarmupOptions, tmp_path: Path) -> None:
+def test_a_file_of_the_user_may_have_its_own_solutions(options: WarmupOptions, tmp_path: Path) -> None:
     (file := tmp_path / "taught.py").write_text(
         "from qerl_lab.tasks import Question\n"
         "def train(cfg): return [Question(f'{n}', f'Say {n}.', f'{n}', {'solution': f'say {n}'}) for n in range(9)]\n"
@@ -262,7 +260,7 @@ def test_a_file_of_the_user_s_teaches_its_own_solutions(options: WarmupOptions, 
         ("", r"with the text of a solution: sequence item 3"),
     ],
 )
-def test_a_file_without_solutions_is_refused_by_its_name(
+def test_a_file_without_solutions_is_refused_by_name(
     options: WarmupOptions, tmp_path: Path, without: str, message: str
 ) -> None:
     lines = "def train(cfg): return [Question('1', 'What is 1?', '1', {'solution': 1})]\nworked = train\n"
