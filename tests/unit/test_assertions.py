@@ -1,4 +1,4 @@
-"""Every test is run and says what must hold: one that only calls something would pass whatever that did."""
+"""Every test is run and has an assertion. Without one, a test would pass whatever its calls return."""
 
 import ast
 from collections import Counter
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-RAISING = {"raises", "warns", "fail"}  # pytest's; besides these whatever is called assert_...
+RAISING = {"raises", "warns", "fail"}  # of pytest; functions named assert_... count too
 
 
 def called(function: ast.FunctionDef) -> Iterator[str]:
-    """Names of what it calls, at any depth, without their owners; `assert` is one of them."""
+    """Yield the names of called functions and methods, without their owners, and "assert_" for an `assert`."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call):
             yield node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -19,7 +19,7 @@ def called(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def without_assertion(sources: list[str]) -> list[str]:
-    """Tests that neither assert nor call a function of the tests that does, or one that calls such a one."""
+    """Return the tests that assert neither themselves nor through functions of the tests that they call."""
     found = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     calls = [(function.name, set(called(function))) for function in found]
     sound = RAISING | {name for _, names in calls for name in names if name.startswith("assert_")}
@@ -32,7 +32,7 @@ def test_every_test_has_an_assertion() -> None:
     assert without_assertion([path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py")]) == []
 
 
-def test_one_without_is_found() -> None:
+def test_a_test_without_an_assertion_is_found() -> None:
     sound = "def check(x): assert x\ndef twice(x): check(x)\n"
     tests = (
         "def test_a(): twice(1)\n"
@@ -44,6 +44,6 @@ def test_one_without_is_found() -> None:
 
 
 def test_no_two_files_have_one_name() -> None:
-    """pytest imports them without their folders, and leaves out the second where one process meets both."""
+    """pytest imports test files without their folders, and skips the second if one process has both."""
     names = Counter(path.name for path in TESTS.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []

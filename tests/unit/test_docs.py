@@ -1,6 +1,6 @@
-"""README.md and docs/ name only what is there: paths, links, the tree, and command lines that parse.
+"""README.md and docs/ name only existing paths, links and files, and their command lines parse.
 
-Each rule is a function of text, tried on the pages and on a line that breaks it.
+Each rule is a function of text, applied to the pages and to a line that breaks it.
 """
 
 import importlib
@@ -27,7 +27,7 @@ PLACEHOLDERS = {"FILE.py": str(Path(__file__)), "RUN_DIR": ".", "DIR": ".", "TIM
 
 
 def named_paths(text: str) -> list[str]:
-    """Code spans that begin with a folder of the repository, are a package, or end as a source file does."""
+    """Return code spans that begin with a folder of the repository, are a package, or end like a source file."""
     spans = [span for span in re.findall(r"`([^`\n]+)`", text) if re.fullmatch(r"[\w./*-]+", span)]
     return [
         span
@@ -37,7 +37,7 @@ def named_paths(text: str) -> list[str]:
 
 
 def missing_paths(text: str) -> list[str]:
-    """Named paths that are neither in the repository nor in the package; a star and NAME stand for any name."""
+    """Return named paths that are neither in the repository nor in the package; * and NAME stand for any name."""
     return [
         path
         for path in named_paths(text)
@@ -49,7 +49,7 @@ INNER = "|".join(path.parent.name for path in SOURCE.glob("*/*/__init__.py"))  #
 
 
 def drawn(text: str) -> set[str]:
-    """Packages and files that a page draws below `src/qerl_lab/`: one entry a line, further files on deeper lines."""
+    """Return the packages and files in the tree below `src/qerl_lab/`: one entry a line, more files on deeper lines."""
     lines = text.split("    src/qerl_lab/", 1)[1].splitlines()[1:]
     found, package = set[str](), ""
     for line in itertools.takewhile(lambda line: line.startswith(" " * 6), lines):
@@ -61,13 +61,13 @@ def drawn(text: str) -> set[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives the headings of a page; the second of one text ends in -1."""
+    """Return the anchors that GitHub gives the headings of a page; the second of equal headings ends in -1."""
     slugs = [re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall(r"(?m)^#+ .*", text)]
     return {f"{slug}-{slugs[:at].count(slug)}" if slug in slugs[:at] else slug for at, slug in enumerate(slugs)}
 
 
 def dead_links(text: str, folder: Path) -> list[str]:
-    """Relative link targets that do not exist, and anchors that no heading of the page has."""
+    """Return relative link targets that do not exist, and anchors that no heading of the page has."""
     return [
         target
         for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", text)
@@ -84,7 +84,7 @@ def is_dead(target: str, text: str, folder: Path) -> bool:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Command lines `python -m qerl_lab...` of code blocks and code spans, whole and without their comments."""
+    """Yield the command lines `python -m qerl_lab...` of code blocks and code spans, joined and without comments."""
     whole = re.sub(r" \\\n +", " ", text)
     for line in re.findall(r"^ {4}(?:\S*/)?(python -m qerl_lab.*)$", whole, re.MULTILINE):
         yield re.split(r"\s+#", line)[0]
@@ -92,13 +92,13 @@ def commands(text: str) -> Iterator[str]:
 
 
 def words_of(command: str) -> list[str]:
-    """The words after `-m`: of `a|b|c` the first, and something real for a placeholder."""
+    """Return the words after `-m`, with the first of `a|b|c`, and with a real value for a placeholder."""
     words = [re.sub(r"\|[\w|]+", "", word) for word in shlex.split(command)[2:]]
     return [re.sub(rf"\b({'|'.join(PLACEHOLDERS)})\b", lambda found: PLACEHOLDERS[found[0]], word) for word in words]
 
 
 def parse(command: str) -> object:
-    """Read a command line as the command itself would, and run nothing. Returns what it read. Raises ConfigError."""
+    """Parse a command line as the command does, without running it; return the result. Raises ConfigError."""
     module, *words = words_of(command.removesuffix(" --cfg job"))
     path = SOURCE / module.removeprefix("qerl_lab").removeprefix(".").replace(".", "/")
     if not (path.is_dir() or path.with_suffix(".py").exists()):
@@ -107,7 +107,7 @@ def parse(command: str) -> object:
         return module
     if module in ("qerl_lab", "qerl_lab.tools.serve_line"):
         if any(word.startswith("+sweeps=") for word in words) and not any(word.startswith("seed=") for word in words):
-            words.append("seed=0")  # of 40 jobs those of one seed
+            words.append("seed=0")  # fewer jobs, of one seed
         if "--config-dir" in words:
             at = words.index("--config-dir")
             words[at : at + 2] = [f'hydra.searchpath=["file://{ROOT / words[at + 1]}"]']
@@ -124,11 +124,11 @@ def parse(command: str) -> object:
 
 
 def long_lines(text: str) -> list[str]:
-    """Lines above 120 characters that are none of a table."""
+    """Return lines above 120 characters, except lines of tables."""
     return [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
 
 
-def test_the_lines_of_a_page_fit_and_every_path_that_it_names_exists():
+def test_lines_of_pages_are_short_and_their_paths_exist():
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     wrong = {name: long_lines(text) + missing_paths(text) for name, text in texts.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
@@ -140,7 +140,7 @@ def test_the_tree_names_every_file_of_the_package():
     assert drawn((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")) == files | packages
 
 
-def test_every_link_leads_somewhere():
+def test_every_link_has_a_target():
     dead = {page.name: dead_links(page.read_text(encoding="utf-8"), page.parent) for page in [*PAGES, *LOG]}
     assert {name: found for name, found in dead.items() if found} == {}
 
@@ -154,7 +154,7 @@ def test_every_command_line_parses(command: str, tmp_path: Path, monkeypatch: py
     assert parse(command) is not None
 
 
-def test_the_rules_see_what_is_wrong(tmp_path: Path):
+def test_the_rules_find_errors(tmp_path: Path):
     assert missing_paths("see `train/nowhere.py`, `conf/scale/zzz_*.yaml`, `formats/`, `a/b`") == [
         "train/nowhere.py",
         "conf/scale/zzz_*.yaml",

@@ -18,7 +18,7 @@ METRICS = {
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that moves when its only entry does."""
+    """Return a clock; the test sets its time in the only entry."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_an_evaluation_shows_a_few_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_prints_a_few_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.ProgressBar("held-out questions before training", 2000, unit="completion") as bar:
         for _ in range(100):
             clock[0] += 1.5
@@ -39,7 +39,7 @@ def test_an_evaluation_shows_a_few_lines(clock: list[float], capsys: pytest.Capt
     assert lines[0] == "held-out questions before training: 200/2,000 completions, ETA 02:15"
 
 
-def test_a_short_evaluation_shows_none(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_evaluation_prints_no_line(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.ProgressBar("held-out questions", 8, unit="completion") as bar:
         bar.advance(8)
     assert capsys.readouterr().err == ""
@@ -62,7 +62,7 @@ def test_an_error_closes_the_bar_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert progress.bar.disable, "closed"
 
 
-def test_a_run_says_how_far_it_is(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_its_progress(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     bar = terminal.TrainingProgress(10, 0)
     clock[0] += 1
     bar.show(1, METRICS)
@@ -73,17 +73,17 @@ def test_a_run_says_how_far_it_is(clock: list[float], capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith("held-out questions: 5/10 completions")
 
 
-def test_what_is_copied_is_counted_in_bytes(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_unit_is_counted_in_bytes(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.ProgressBar("unpacking", 20 * 10**9) as bar:
         clock[0] += 2
         bar.advance(5 * 10**9, "tokenizer.json")
     assert capsys.readouterr().err == "unpacking: 5.00GB/20.0GB, ETA 00:06, tokenizer.json\n"
 
 
-def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
+def test_the_time_left_of_a_resumed_run_is_from_the_steps_of_its_session(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Forty steps were done before: the first step of this session, each tenth of the run and the last are said."""
+    """Forty steps were done before. Printed are the first step of this session, each tenth of the run, and the last."""
     bar = terminal.TrainingProgress(105, 40)
     for step in range(41, 106):
         clock[0] += 2
@@ -96,7 +96,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     ]  # fmt: skip
 
 
-def test_the_bar_of_a_resumed_run_stands_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_of_a_resumed_run_begins_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     with terminal.TrainingProgress(100, 40) as progress:
         progress.show(42, METRICS)
@@ -107,19 +107,21 @@ def test_the_bar_of_a_resumed_run_stands_at_its_step(monkeypatch: pytest.MonkeyP
     assert screen.getvalue().endswith("a note\n")
 
 
-def test_names_stand_in_the_order_of_their_numbers() -> None:
+def test_names_are_sorted_by_their_numbers() -> None:
     names = ["rank128", "rank16", "10-bf16", "9-bf16", "full"]
     assert sorted(names, key=terminal.by_numbers) == ["9-bf16", "10-bf16", "full", "rank16", "rank128"]
 
 
-def test_a_path_is_shown_from_where_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_path_below_the_working_directory_is_shown_relative_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert terminal.format_path(tmp_path / "here" / "runs" / "a") == "runs/a"
     assert terminal.format_path(tmp_path / "runs") == f"{tmp_path}/runs"
 
 
-def test_what_ends_in_time_is_not_said_to_be_slow_later(
+def test_work_that_ends_in_time_gets_no_note_that_it_is_slow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(terminal, "SLOW_SECONDS", 0.2)
@@ -129,7 +131,7 @@ def test_what_ends_in_time_is_not_said_to_be_slow_later(
     assert capsys.readouterr().err == ""
 
 
-def test_a_line_to_type_names_the_python_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_command_to_type_names_the_running_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(terminal.shutil, "which", lambda name: sys.executable)
     assert terminal.python_command() == "python"
     monkeypatch.setattr(terminal.shutil, "which", lambda name: "/usr/bin/python")
@@ -137,7 +139,7 @@ def test_a_line_to_type_names_the_python_that_runs(monkeypatch: pytest.MonkeyPat
     assert terminal.python_command() == sys.executable
 
 
-def test_the_collector_waits_and_is_back_also_after_an_error() -> None:
+def test_the_garbage_collector_is_off_during_imports_and_on_again_after_an_error() -> None:
     gc.unfreeze()
     with terminal.quiet_imports():
         assert not gc.isenabled()
