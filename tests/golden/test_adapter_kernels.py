@@ -172,7 +172,7 @@ def test_cublas_takes_over_shrink_above_a_bound(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.skipif(INTERPRETED, reason="launches overlap only on a GPU")
 def test_a_chain_of_layers_in_a_graph_gives_the_bits_of_one_kernel_at_a_time() -> None:
-    """In a graph a launch begins before the launch ahead of it ends. Between synchronizations it does not."""
+    """A launch in a graph begins before the launch ahead of it ends; a launch between synchronizations does not."""
     rows, columns, sizes, rank = 16, 2048, [1024, 512, 512], 32
     given = operands(rows, columns, sizes, rank, torch.bfloat16)
     W, A, B = torch.eye(columns, dtype=torch.bfloat16, device=DEVICE), given["A"], given["B"]

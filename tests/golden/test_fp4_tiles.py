@@ -79,7 +79,7 @@ def every_code(N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture(autouse=True)
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, launch the kernel on the CPU as on a small GPU."""
+    """Launch the kernel on the CPU as on a small GPU, if there is no GPU."""
     if ON_GPU:
         return
     on_cpu = request.getfixturevalue("on_cpu")

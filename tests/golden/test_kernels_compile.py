@@ -43,7 +43,7 @@ def test_each_kernel_fits_on_a_multiprocessor_twice(every: list[dict[str, Any]])
 
 
 def test_unpacking_compiles_for_a_t4_and_an_l4(every: list[dict[str, Any]]) -> None:
-    """They have compute capability 7.5 and 8.9. The formats are NVFP4 and MXFP4, the dtypes float32 and bfloat16."""
+    """A T4 has compute capability 7.5, an L4 8.9. NVFP4 and MXFP4 are unpacked to float32 and bfloat16."""
     found = [(one["target"], one["WIDTH"]) for one in every if one["kernel"] == "_unpack"]
     assert sorted(found) == [(target, width) for target in (75, 89) for width in (16, 16, 32, 32)]
 

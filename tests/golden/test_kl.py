@@ -51,7 +51,7 @@ def test_float32_log_probs_are_summed_in_float64() -> None:
 
 
 def test_the_standard_error_is_the_error_of_a_ratio_over_texts() -> None:
-    """With texts of equal length it is the textbook error of a mean. With equal values it is 0."""
+    """The error is the textbook error of a mean for texts of equal length, and 0 for equal values."""
     values = torch.tensor([0.1] * 5 + [0.5] * 10 + [0.5] * 10 + [1.0] * 5)
     mean, error = kl.mean_and_error(values, [10, 10, 10])
     texts = torch.tensor([0.3, 0.5, 0.75], dtype=torch.float64)
@@ -61,7 +61,7 @@ def test_the_standard_error_is_the_error_of_a_ratio_over_texts() -> None:
 
 
 def test_texts_are_weighted_by_their_number_of_tokens() -> None:
-    """By hand: means 1 and 2, lengths 1 and 3, average 7/4; residuals -3/4 and 3/4."""
+    """Worked out by hand: means 1 and 2, lengths 1 and 3, average 7/4; residuals -3/4 and 3/4."""
     mean, error = kl.mean_and_error(torch.tensor([1.0, 2.0, 2.0, 2.0]), [1, 3])
     assert mean == 1.75
     assert error == pytest.approx(((2 * 0.75**2) * 2 / 1) ** 0.5 / 4)

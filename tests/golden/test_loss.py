@@ -33,7 +33,7 @@ from qerl_lab.train.training_data import Cursor, select
 from reference_losses import END, Bonus, Sample, advantages, clipped, counts, importance, kl, policy_loss, tokens_of
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
-FLAT = "flat"  # the answer of a question whose completions all earn the same
+FLAT = "flat"  # the answer of a question for which all completions earn the same
 Array = np.ndarray
 
 

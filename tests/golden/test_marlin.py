@@ -55,7 +55,7 @@ def test_every_scale_comes_back_except_subnormal_ones() -> None:
 
 @pytest.mark.parametrize(("top", "boost"), [(0x7E, 1), (0x77, 1), (0x76, 2), (0x66, 8), (0x5E, 16), (0x38, 256)])
 def test_a_tensor_of_small_scales_is_boosted_by_a_power_of_two(top: int, boost: int) -> None:
-    """From a boost of 8 on, subnormal scales are kept too."""
+    """Subnormal scales are kept too, from a boost of 8 on."""
     packed = anything(128, 256, torch.tensor([top, 0x01, 0x07, 0x08, 0x30][: 5 if boost >= 8 else 1]).to(torch.uint8))
     held, form = held_by_marlin(packed)
     assert form.boost == boost

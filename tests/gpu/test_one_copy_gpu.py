@@ -146,7 +146,7 @@ def sample(engine: Engine) -> int:
 def test_a_step_over_a_shared_base_has_the_same_bits(
     configure: Callable, build_policy: Callable, lora: str, backend: str
 ) -> None:
-    """Also after the engine is closed, and with a second engine."""
+    """The bits stay the same after the engine is closed, and with a second engine."""
     cfg = configure(True, lora, backend)
     learner = build_policy(cfg)
     expected = step(learner)

@@ -73,7 +73,7 @@ def test_unpacked_bits_equal_the_cpu(weight_format: Format) -> None:
 @each_packed
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_a_linear_compiled_by_inductor_gives_the_same_numbers(weight_format: Format, autocast: bool) -> None:
-    """There is no adapter, because torch 2.11 compiles the product that adds in place to wrong gradients."""
+    """The layer has no adapter, because torch 2.11 compiles the product that adds in place to wrong gradients."""
     torch._dynamo.reset()  # all cases compile the same code objects; Dynamo keeps eight versions of each
     module = layer(weight_format, torch.bfloat16, lora=False).cuda()
     compiled = torch.compile(module, fullgraph=True)

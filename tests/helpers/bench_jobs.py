@@ -29,7 +29,7 @@ def job(folder: Path, arm: str, options: AnyOptions) -> Job:
 
 
 class FakeSampler:
-    """Returns `answer(prompts, new)`; `asked` lists all calls."""
+    """A fake sampler that returns `answer(prompts, new)`; `asked` lists all calls."""
 
     def __init__(self, answer: Callable[[list[list[int]], int], list[list[float]]], **settings: Any) -> None:
         self.answer, self.row, self.asked, self.renewals = answer, {"start_seconds": 1.0}, [], 0

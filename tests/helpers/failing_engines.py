@@ -116,7 +116,7 @@ class StopWhen(Stop):
 
 @dataclass
 class Runs:
-    """Runs of one configuration in its directory, in this process; each call continues what the last one left."""
+    """Runs of one configuration in its directory, in this process. Each call continues where the last one ended."""
 
     cfg: RunConfig
     plan: Plan = field(default_factory=lambda: Plan(""))

@@ -33,7 +33,7 @@ class Jittered(TransformersEngine):
 
 @dataclass
 class Trained:
-    """Results of a training, and what it trains with."""
+    """Results of a training, with its trainer and engine."""
 
     trainer: LabTrainer
     engine: Engine

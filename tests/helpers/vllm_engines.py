@@ -16,7 +16,7 @@ from rollouts import rows
 
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 # Nats a token between sampler and trainer, which order their bfloat16 sums differently: mean and largest of 4,096.
-# Measured on an H200 with this model, whose adapter is large: 0.026 and 0.14 in BF16; NVFP4 with noise 0.043 and 0.24.
+# Measured on an H200 with this model and its large adapter: 0.026 and 0.14 in BF16; NVFP4 with noise 0.043 and 0.24.
 # Norms without their noise are 0.22 away in the mean (on a CPU).
 BAND_MEAN, BAND_MAX = 0.06, 0.35
 DENSE_ROWS = 16  # below the initial batch and above the last rows of a rollout

@@ -20,7 +20,7 @@ def onto(noise: Noise, clean: Tensor, layer: str = LAYER) -> Tensor:
 
 
 def test_the_draw_is_the_same_in_every_process() -> None:
-    """It depends on no hash of Python and on no other draw. Runs resumed with other versions get it too."""
+    """The draw depends on no hash of Python and on no other draw. Runs resumed with other versions get the same."""
     torch.manual_seed(123)
     state = torch.get_rng_state()
     first = drawn(sigma=0.01, seed=3, step=17, n=1000)[:3].tolist()

@@ -154,7 +154,7 @@ def test_each_arm_and_rank_has_its_own_process_checkpoint_and_adapter(
 def test_the_checkpoint_for_completions_of_a_mean_length_has_many_end_tokens(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are a tenth of the vocabulary of 300, and the end token that is never sampled."""
+    """End tokens are a tenth of the vocabulary of 300, and the one that is never sampled."""
     plays(
         monkeypatch,
         "config = json.loads(Path(job['scratch'], 'bf16', 'generation_config.json').read_text())\n"

@@ -78,7 +78,7 @@ def test_speeds_are_medians_and_the_first_calls_do_not_count(clock: list[float])
 def test_the_host_share_is_over_the_whole_calls_that_count(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, runner: int, expected: float | None
 ) -> None:
-    """It is measured only if the thread sleeps while it waits. The first model runner polls the GPU."""
+    """The share is measured only if the thread sleeps while it waits. The first model runner polls the GPU."""
     computes = [50.0, 50.0, 1.0, 0.1, 1.2, 0.1, 1.4, 0.1]  # of whole and short calls, the first two to warm up
     sampler = taking(clock, lambda new: 2.0 if new == 8 else 0.5)
     sampler.llm.llm_engine.vllm_config.use_v2_model_runner = runner == 2
@@ -160,7 +160,7 @@ def test_the_cache_holds_every_sequence_and_one_more_block() -> None:
 
 @pytest.mark.parametrize("has_adapter", [True, False])
 def test_stock_vllm_uses_an_adapter_only_with_enable_lora(monkeypatch: pytest.MonkeyPatch, has_adapter: bool) -> None:
-    """With enable_lora=false it is as fast as with an adapter merged into the weights."""
+    """vLLM with enable_lora=false is as fast as with an adapter merged into the weights."""
     loaded, asked = [], []
 
     class PlayedLlm:

@@ -62,7 +62,7 @@ ENTRIES = ["lm_head", "down_proj", "mlp.down_proj", "model.layers.3", "model.lay
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_ignore_entry_matches_the_same_layers_in_compressed_tensors(entry: str) -> None:
-    """There a plain entry is a full name. Ours may also be the end of a name, or a parent module."""
+    """A plain entry is a full name in compressed-tensors. The lab also takes the end of a name, or a parent module."""
     from compressed_tensors.utils.match import match_name
 
     (written,) = NVFP4.quantization_config([entry], torch.bfloat16)["ignore"]

@@ -50,7 +50,7 @@ def unrounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_before_training_the_logits_equal_the_base_of_a_run_with_an_adapter(
     tiny, build_policy, unrounded, dtype
 ) -> None:
-    """They are equal bit for bit, also if the files are not in bfloat16. Engines load and compute with this base."""
+    """Logits are equal bit for bit, also if the files are not in bfloat16. Engines load and compute with this base."""
     same = {"format__name": "bf16", "model__dtype": dtype, "model__path": str(unrounded)}
     full, adapter = (build_policy(tiny(**same, lora__rank=rank)) for rank in (0, 4))
     with adapter.model.disable_adapter():
@@ -137,7 +137,7 @@ def test_a_full_checkpoint_that_lacks_a_weight_is_refused(full: Policy, tmp_path
 
 
 def test_the_transformers_engine_samples_from_the_current_weights(full: Policy) -> None:
-    """It has no copy of the weights, so a change has an effect without a sync."""
+    """The engine has no copy of the weights, so a change has an effect without a sync."""
     engine, sampling = TransformersEngine(full, 8), Sampling(8, seed=0)
     before = engine.generate([[3, 4, 5]], 4, sampling)
     full.base.get_output_embeddings().weight.data.zero_()  # all tokens are equally likely

@@ -85,7 +85,7 @@ def test_float32_norms_without_noise_give_the_bits_of_bfloat16_norms(kind: str) 
 
 
 def test_a_policy_in_bfloat16_is_written_with_norms_in_bfloat16(tiny, build_policy) -> None:
-    """Their dtype is then as in the files. An engine and an export take these tensors."""
+    """The norms have the dtype of the files again. An engine and an export take these tensors."""
     policy = build_policy(tiny(model__dtype="bfloat16"))
     for name, weight in base_tensors(policy).items():
         if "norm" in name:

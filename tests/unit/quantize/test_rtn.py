@@ -37,7 +37,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 @each_packed
 @pytest.mark.parametrize(("dtype", "source_shard"), [(torch.float32, "5KB"), (torch.bfloat16, "2GB")])
 def test_the_files_hold_the_bits_of_a_model_packed_whole(tmp_path, weight_format, dtype, source_shard):
-    """With source files of 5 KB, the parts of fused layers are in different files."""
+    """The parts of fused layers are in different files if source files have 5 KB."""
     model = model_of(dtype=dtype)
     write_dense(tmp_path / "dense", model, max_shard_size=source_shard)
     source = WeightFiles(tmp_path / "dense")

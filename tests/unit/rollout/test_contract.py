@@ -82,7 +82,7 @@ def built(request, tiny, build_policy, tmp_path_factory) -> Iterator[Built]:
 
 
 def check_shapes(built: Built) -> None:
-    """There are P groups of G completions and a log-prob per token, and the completions of a group differ."""
+    """A rollout has P groups of G completions and a log-prob per token. The completions of a group differ."""
     out = built.sample()
     assert out.prompt_ids_P == built.prompts
     assert [len(group) for group in out.completions_P_G] == [3] * len(built.prompts)
@@ -180,7 +180,7 @@ def check_parts(built: Built) -> None:
 
 
 def check_finish_reasons(built: Built) -> None:
-    """With "stop" the only end token is the last token; with "length" there is none at the limit."""
+    """A completion that ends by "stop" has one end token, the last; at the limit it ends by "length" without one."""
     lengths = sorted(len(c) for _, c, _ in rows(built.sample(Sampling(80, seed=3), 6)) if c[-1] in ends(built))
     limit = lengths[len(lengths) // 2]
     out = built.sample(Sampling(limit, seed=3), 6)

@@ -28,7 +28,7 @@ def settings(tiny, **changes):
 
 
 def test_the_cache_holds_a_full_batch(tiny) -> None:
-    """It has blocks of 16 tokens, room for one token after the longest completion, and a block for vLLM itself."""
+    """The cache has blocks of 16 tokens, room for a token after the longest completion, and a block for vLLM itself."""
     assert kv_cache_bytes(settings(tiny, eval__questions=0), 1000, 100 * GIB) == (64 * 1040 + 16) * 1000
     asked = settings(tiny, eval__questions=100, eval__samples=4, rollout__batch_size=200)
     assert kv_cache_bytes(asked, 1000, 100 * GIB) == (200 * 1040 + 16) * 1000

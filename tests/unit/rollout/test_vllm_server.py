@@ -439,7 +439,7 @@ def test_an_interrupted_write_leaves_the_previous_adapter(engine, fake: FakeVllm
 
 
 def test_a_server_that_fails_at_the_start_is_refused(fake: FakeVllm, build) -> None:
-    """It is refused also if it fails after describing itself. No step is lost yet."""
+    """The server may fail after describing itself. No step is lost yet."""
     fake.faults["/reset_prefix_cache"] = [lambda said: {"success": False}]
     with pytest.raises(ConfigError, match="kept its prefix cache"):
         build()

@@ -61,7 +61,7 @@ def test_no_text_makes_a_grader_raise() -> None:
 def test_math_verify_works_outside_of_the_main_thread_and_within_its_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There math-verify's own limits raise. A pair over the limit is unparsed, and the next pair is compared."""
+    """math-verify's own limits raise in such a thread. A pair over the limit is unparsed; the next one is compared."""
     monkeypatch.setattr(grading, "LIBRARY_SECONDS", 1.0)
     bomb, found = r"\sum_{k=1}^{99} \sum_{n=1}^{999} k^{99} n^{999}", []
     pairs = [(r"\sum_{k=1}^{5} k", "15"), (bomb, "15"), (r"\sum_{k=1}^{5} k", "16"), (r"\int_0^1 2x \, dx", "1")]

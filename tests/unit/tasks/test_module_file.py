@@ -64,7 +64,7 @@ def test_the_second_example_reads_rows(tmp_path: Path) -> None:
 
 
 def test_a_changed_copy_of_the_file_reads_the_same_questions(tmp_path: Path) -> None:
-    """Their ids and SHA-256 are equal, so a report pairs runs with either file by question."""
+    """Ids and SHA-256 of the questions are equal, so a report pairs runs with either file by question."""
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [{"riddle": f"R{n}?", "solution": n} for n in range(300)]))
     files = [file(tmp_path, EXAMPLES[1], "riddles.py"), file(tmp_path, f"{EXAMPLES[1]}\n# copied\n", "other.py")]
     first, second = (tasks.load(TaskConfig(module=module, path=path)) for module in files)
@@ -81,7 +81,7 @@ def test_a_file_with_only_training_or_held_out_questions_gets_a_note(tmp_path: P
 
 
 def test_a_file_with_a_reward_alone_keeps_the_questions_of_the_task(tmp_path: Path) -> None:
-    """Their ids and SHA-256 are equal, so a report pairs runs with and without the file by question."""
+    """Ids and SHA-256 of the questions are equal, so a report pairs runs with and without the file by question."""
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [{"problem": "2?", "answer": "2", "unique_id": "two"}]))
     plain = tasks.load(TaskConfig(name="math500", path=path), training=None)
     mine = tasks.load(TaskConfig(name="math500", path=path, module=file(tmp_path, REWARD)), training=None)

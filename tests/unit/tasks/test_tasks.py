@@ -179,7 +179,7 @@ def test_the_format_may_be_paid_for_a_thought_or_a_right_answer_only(paid: str, 
 
 
 def test_a_new_task_takes_one_module_and_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its grader reads the payload of its questions."""
+    """The grader of the new task reads the payload of its questions."""
     (tmp_path / "echo.py").write_text(NEW_TASK)
     conf = Path(shutil.copytree(conf_folder.package_data("conf"), tmp_path / "conf"))
     (conf / "task" / "echo.yaml").write_text("# greetings\nname: echo\n")

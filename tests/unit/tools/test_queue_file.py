@@ -190,7 +190,7 @@ def test_an_estimate_names_the_runs_that_it_is_from(queue: Queue) -> None:
 
 
 def test_an_estimate_is_from_this_queue_or_else_from_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With other words the runs are others, and rows of another scale do not count for them."""
+    """Other words give other runs, and rows of another scale do not count for them."""
     assert queue.estimate(queue.runs[1]).seconds == 600
     monkeypatch.chdir(FILE.parents[2])
     made = with_rows(queue, (0, DONE, "9", "0 of 0"))

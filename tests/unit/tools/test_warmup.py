@@ -97,7 +97,7 @@ def test_an_update_of_the_mean_loss_does_not_depend_on_the_micro_batch(options: 
 
 
 def test_every_solution_is_seen_once_in_each_pass(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds also if the last update of a pass is not full."""
+    """The last update of a pass may have fewer solutions."""
     seen, rates, step = list[int](), list[float](), SFTTrainer.training_step
 
     def counted(trainer: SFTTrainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *more: object) -> object:

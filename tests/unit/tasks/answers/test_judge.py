@@ -101,7 +101,7 @@ def bare_number(gold: str) -> str:
 
 
 def test_no_gold_is_right_for_another(without_library: None):
-    """In a sample of pairs, equal pairs are one value in two spellings."""
+    """Equal pairs in a sample are one value in two spellings."""
     rng = random.Random(0)
     pairs = [tuple(rng.sample(GOLDS, 2)) for _ in range(6000)]
     found = {frozenset(pair) for pair in pairs if judge(*pair) is True}
