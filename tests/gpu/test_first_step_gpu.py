@@ -29,7 +29,7 @@ BAND_MEAN, BAND_MAX = 0.06, 2.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model with SmolLM2-135M's widths (no multiples of 128), its tied head, and a fifth of its layers."""
+    """Write a model with SmolLM2-135M's widths (576 is no multiple of 128), its tied head, a fifth of its layers."""
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9,
         num_key_value_heads=3, initializer_range=0.06, tie_word_embeddings=True, eos_token_id=2, bos_token_id=1,
