@@ -17,7 +17,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the report with these words and returns what it prints; with `code=2` its standard error."""
+    """Return a function that runs the report and returns its output, or its standard error if it fails."""
 
     def run(*words: str, code: int = 0) -> str:
         capsys.readouterr()
@@ -30,7 +30,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made and not rendered, for tests that look at no picture: rendering is most of a report's time."""
+    """Make figures and do not render them, for tests that look at no picture. Rendering is most of a report's time."""
 
     def close(figure: Figure) -> bytes:
         plt.close(figure)

@@ -1,4 +1,4 @@
-"""Tables of arms in the shape of the paper's: the numbers in their cells, and the paper's beside them."""
+"""Tables of arms shaped like the paper's, with our numbers beside the paper's."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def faster(run: Path, factor: float) -> None:
 
 @pytest.fixture
 def made(tmp_path: Path) -> dict[str, Table]:
-    """Three seeds of two arms, one of which is slower by a tenth, a fifth and three tenths, and needs more memory."""
+    """Tabulate two arms of three seeds. NVFP4 is slower by a tenth, a fifth and three tenths, and needs more memory."""
     for arm, of_arm in AFTER.items():
         for seed, after in enumerate(of_arm):
             run = make_run(tmp_path / f"{arm}-{seed}", arm, seed, before=[0.5] * 4, after=after, **ON_GSM8K)
@@ -52,7 +52,7 @@ def test_accuracies_stand_beside_table_1(made: dict[str, Table]) -> None:
     mean, low, high = stats.over_seeds(np.array(AFTER["nvfp4"]))
     assert high > 1
     assert found["after"] == f"{mean:.3f} [{low:.3f}, 1.000] (3)"
-    assert low < 0.5, "what it was before"
+    assert low < 0.5, "the accuracy before training"
     assert found["gain"] == f"{mean - 0.5:+.3f} [{low - 0.5:+.3f}, {high - 0.5:+.3f}] (3)"
     assert (found["finished"], found["3B there"], found["7B there"]) == ("3 of 4", "0.833", "0.885")
     assert found["pass@n after"] == "1.000 [no spread] (3)"
@@ -68,12 +68,12 @@ def test_speeds_are_compared_as_ratios(made: dict[str, Table]) -> None:
     mean, low, high = np.exp(stats.over_seeds(np.log([[0.9], [0.8], [0.7]])))
     assert found["end to end / bf16"] == f"{mean:.2f}x [{low:.2f}, {high:.2f}] (3)"
     assert found["rollout, train, sync"] == "25%, 50%, 5%"
-    assert found["peak GiB"] == f"{1.04 / 0.7:.2f}", "of the seed that needs most"
+    assert found["peak GiB"] == f"{1.04 / 0.7:.2f}", "the seed that needs most"
     assert cells(made["Throughput and memory"], "bf16")["end to end / bf16"] == "-"
 
 
 def test_speeds_of_runs_beside_others_are_left_out_and_a_line_says_so(made: dict[str, Table], tmp_path: Path) -> None:
-    """One of the six ran with another on the same machine, which is enough."""
+    """One run of six that shared its machine is enough."""
     assert made["Throughput and memory"].left_out == ""
     (tmp_path / "bf16-1" / "env.json").write_text(json.dumps({"command": "python -m qerl_lab jobs=2 jobs_per_gpu=2"}))
     again = {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
@@ -86,7 +86,7 @@ def test_speeds_of_runs_beside_others_are_left_out_and_a_line_says_so(made: dict
     assert speeds.left_out.startswith("Left out: seconds and tokens/s of bf16, since runs ran beside others")
 
 
-def test_the_interval_of_a_speed_is_by_its_logarithm_and_not_below_0(tmp_path: Path) -> None:
+def test_the_interval_of_a_speed_is_taken_of_logarithms_and_stays_above_0(tmp_path: Path) -> None:
     for seed, factor in enumerate((1, 4)):
         faster(make_run(tmp_path / f"{seed}", "bf16", seed), factor)
     speeds = next(table for table in tables(comparison.read([tmp_path]), None) if table.title.startswith("Thro"))
@@ -94,7 +94,7 @@ def test_the_interval_of_a_speed_is_by_its_logarithm_and_not_below_0(tmp_path: P
     assert cells(speeds, "bf16")["end to end, tokens/s"] == f"100 [{low:.3f}, {high:,.0f}] (2)"
 
 
-def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
+def test_accuracies_that_no_run_has_get_no_column(tmp_path: Path) -> None:
     for arm in ("bf16", "nvfp4"):
         (make_run(tmp_path / arm, arm, 0, eval__questions=0) / "eval.parquet").unlink()
     first, *_ = tables(comparison.read([tmp_path]), "bf16")
@@ -105,8 +105,10 @@ def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
     assert first.left_out == left_out
 
 
-def test_controls_that_the_paper_has_not_stand_beside_no_number_of_it(made: dict[str, Table], tmp_path: Path) -> None:
-    """BF16 at a higher temperature, and with a bonus on entropy, are of its format and of no arm of the paper."""
+def test_controls_that_the_paper_lacks_stand_beside_no_number_of_the_paper(
+    made: dict[str, Table], tmp_path: Path
+) -> None:
+    """BF16 at a higher temperature or with an entropy bonus shares the format of a row of the paper, and only that."""
     controls = {"hot": {"rollout__temperature": 1.06}, "bonus": {"algorithm__entropy_coef": 0.05}}
     for name, changes in controls.items():
         make_run(tmp_path / name, "bf16", 0, **ON_GSM8K, **changes)
@@ -119,7 +121,7 @@ def test_controls_that_the_paper_has_not_stand_beside_no_number_of_it(made: dict
 
 
 def test_entropies_of_forking_tokens_and_answers_stand_beside_the_mean(tmp_path: Path) -> None:
-    """Runs of before lack them: their cells are dashes, and without any run that has them there are no columns."""
+    """Older runs lack these entropies, and their cells are dashes. If no run has them, there are no columns."""
     for seed in range(2):
         make_run(tmp_path / f"{seed}", "bf16", seed, **ON_GSM8K)
     compared = comparison.read([tmp_path])
@@ -135,8 +137,8 @@ def test_entropies_of_forking_tokens_and_answers_stand_beside_the_mean(tmp_path:
     assert "Forking tokens: the fifth" in entropies.about
 
 
-def test_of_several_arms_that_answer_to_one_none_is_the_paper_s(tmp_path: Path) -> None:
-    """The paper says of no row which learning rate it had; of two models each has its own."""
+def test_several_arms_that_match_one_row_of_the_paper_get_no_number_of_it(tmp_path: Path) -> None:
+    """The paper names no learning rate for a row. Arms of two models do not compete, and each gets the number."""
     for rate in (1e-5, 1e-4):
         make_run(tmp_path / f"{rate}", "bf16", 0, optim__learning_rate=rate, **ON_GSM8K)
     for name in ("a", "b"):
@@ -147,7 +149,7 @@ def test_of_several_arms_that_answer_to_one_none_is_the_paper_s(tmp_path: Path) 
     ]  # fmt: skip
 
 
-def test_of_several_arms_the_one_at_the_rate_of_most_is_the_paper_s_whatever_they_reached(tmp_path: Path) -> None:
+def test_the_arm_at_the_most_common_rate_gets_the_papers_number_whatever_its_accuracy(tmp_path: Path) -> None:
     for name, rate, after in (("bf16", 1e-4, 0.5), ("nvfp4", 1e-4, 0.5), ("nvfp4", 3e-4, 1.0)):
         run = tmp_path / f"{name}-{rate}"
         make_run(run, name, 0, after=[after] * 4, optim__learning_rate=rate, **ON_GSM8K)
@@ -178,7 +180,7 @@ def test_without_shared_seeds_or_a_baseline_no_speed_is_a_ratio(tmp_path: Path, 
     assert cells(accuracies, "nvfp4")["after"] == "0.625 (1)"
 
 
-def test_a_cell_says_which_end_is_unknown_and_how_many_seeds_were_asked() -> None:
+def test_a_cell_says_which_end_has_no_bound_and_how_many_seeds_count() -> None:
     spelled = [mean_and_interval((2, *ends)) for ends in ((1, math.inf), (-math.inf, 3), (-math.inf, math.inf))]
     assert spelled == [">= 2.000 [1.000, no bound]", "<= 2.000 [no bound, 3.000]", "2.000 [no bound, no bound]"]
     assert seeds_cell(pd.DataFrame([[math.nan], [0.5]])) == "0.500 (1)"

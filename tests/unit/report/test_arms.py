@@ -1,4 +1,4 @@
-"""Which runs are one arm, which count, and what the arm is called."""
+"""Grouping of runs into arms, runs that count, and labels of arms."""
 
 import re
 from dataclasses import replace
@@ -52,8 +52,8 @@ def named(*runs: Run) -> list[str]:
     return [of[run.arm] for run in runs]
 
 
-def test_an_arm_that_was_renamed_has_the_name_of_now() -> None:
-    """In run directories and in the recorded files."""
+def test_a_renamed_arm_has_its_current_name() -> None:
+    """The current name is used for run directories and for recorded files."""
     assert named(run("bf16_hot", rollout__temperature=1.06), run("bf16"))[0].startswith("bf16_temperature")
     folder = Path(__file__).parents[3] / "results" / "smollm2" / "exploration_controls"
     experiments = {run.experiment for run in results.read(folder)[0]}
@@ -69,17 +69,17 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
 
 
 @pytest.mark.parametrize(("runs", "expected"), [
-    # settings of one choice are called by it
+    # settings that one option sets are named by the option
     ([GRPO, *(adhoc("algorithm", **own) for own in (DAPO, DAPO_QERL, GSPO))],
      ["algorithm=grpo", "algorithm=dapo", "algorithm=dapo_qerl", "algorithm=gspo"]),
     ([OFF, adhoc(schedule="exponential", unit="kl"), adhoc(schedule="exponential"), adhoc(schedule="linear")],
      ["aqn=off", "aqn=kl", "aqn=exponential", "aqn=linear"]),
     ([OFF, adhoc(schedule="exponential", sigma_start=0.2)],
      ["aqn=off", "aqn.schedule=exponential, aqn.sigma_start=0.2"]),
-    # not by one that sets another value, even of a key that most arms share and no label has
+    # an option that sets another value is not named, even if most arms share the key and no label has it
     ([OFF, *(adhoc(schedule=name, stages=7) for name in ("linear", "cosine", "exponential"))],
      ["aqn=off", "aqn.schedule=linear", "aqn.schedule=cosine", "aqn.schedule=exponential"]),
-    # what most arms share goes without saying
+    # labels leave out what most arms share
     ([run("bf16"), run("nvfp4"), run("nvfp4", aqn__schedule="cosine", steps=7), run("nvfp4_aqn")],
      ["bf16", "nvfp4", "nvfp4 (aqn=cosine, steps=7)", "nvfp4_aqn"]),
     # most arms are at other rates than most runs
@@ -87,7 +87,7 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
       *(run(name, optim__learning_rate=rate) for name in ("bf16", "nvfp4") for rate in (2.0, 1.0))][:7],
      ["bf16", "bf16", "nvfp4", "nvfp4", "bf16 (optim.learning_rate=2.0)", "bf16 (optim.learning_rate=1.0)",
       "nvfp4 (optim.learning_rate=2.0)"]),
-    # a key that an experiment declares is named where its namesakes differ in it
+    # a key that an experiment declares is named where arms of the experiment differ in it
     ([run("bf16"), run("nvfp4_aqn"), run("nvfp4_aqn", aqn__schedule="linear")],
      ["bf16", "nvfp4_aqn (aqn=exponential)", "nvfp4_aqn (aqn=linear)"]),
     ([run("bf16"), run("nvfp4", optim__learning_rate=1.0)],
@@ -96,13 +96,13 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
      ["bf16", "nvfp4", "bf16 (lora=full)"]),
     # one configuration under two names
     ([run("nvfp4_aqn"), run("nvfp4", 1, aqn__schedule="exponential")], ["nvfp4 = nvfp4_aqn"] * 2),
-    # of two tasks the name is in the label, and what it tells is not
+    # for two tasks the label has the task's name, and not the settings that follow from it
     ([run("bf16"), run("bf16", **OF_GSM8K), run("bf16", **OF_GSM8K, task__instruction=LONG)],
      ["bf16 (task=arithmetic)", "bf16", f"bf16 (task.instruction={shorten(LONG)})"]),
-    # models of a path each
+    # models at two paths
     ([run("nvfp4", model__path=f"/x/{name}", model__hash=name * 3) for name in ("gptq", "awqq")],
      ["nvfp4 (model.path=/x/gptq)", "nvfp4 (model.path=/x/awqq)"]),
-    ([run("bf16", model__path=f"/x/{name}") for name in ("gptq", "awqq")],  # of a version that recorded no hash
+    ([run("bf16", model__path=f"/x/{name}") for name in ("gptq", "awqq")],  # by a version that recorded no hash
      ["bf16 (model.path=/x/gptq)", "bf16 (model.path=/x/awqq)"]),
     ([run("bf16", model__path="org/name"), run("bf16", model__path="/x/name", model__hash="a" * 12)],
      ["bf16 (model.path=org/name)", "bf16 (model.path=/x/name)"]),
@@ -110,7 +110,7 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
     ([from_values({key: value for key, value in BASE.items() if key != "aqn.norms"}), run("adhoc")],
      ["aqn.norms=(absent)", "aqn=off"]),
 ])  # fmt: skip
-def test_a_label_has_what_the_experiment_does_not_say(runs: list[Run], expected: list[str]) -> None:
+def test_a_label_has_the_settings_that_the_experiment_does_not_imply(runs: list[Run], expected: list[str]) -> None:
     assert named(*runs) == expected
 
 
@@ -119,7 +119,7 @@ def graded_by(file: str, content: str) -> Run:
     return replace(run("bf16", task__module_hash=content), origin=origin)
 
 
-def test_the_file_of_a_user_is_called_by_its_name() -> None:
+def test_a_label_names_the_task_file_of_a_user() -> None:
     plain, brief, kind = graded_by("", "None"), graded_by("brief.py", "b" * 12), graded_by("kind.py", "c" * 12)
     assert named(plain, brief, kind) == [f"bf16 (task.module={name})" for name in ("None", "brief.py", "kind.py")]
     changed, older = graded_by("brief.py", "d" * 12), graded_by("", "e" * 12)
@@ -140,8 +140,8 @@ def at(scale: str, experiment: str, seed: int = 0, **changes: Any) -> Run:
     return replace(run(experiment, seed, **changes), origin=origin)
 
 
-def test_runs_of_two_scales_are_called_by_the_scale_and_what_differs_within_it() -> None:
-    """The rate of 1e-4 is usual at one scale, though most runs have another."""
+def test_runs_of_two_scales_are_labelled_by_scale_and_by_differences_within_it() -> None:
+    """The rate 1e-4 is the usual one at one scale, although most runs have another."""
     runs = [at("qwen1_5b", name, **QWEN) for name in ("bf16", "nvfp4")]
     runs += [at("qwen1_5b", "bf16", **QWEN | {"optim__learning_rate": 3e-4})]
     runs += [at("pocket", name, seed) for name in ("bf16", "nvfp4") for seed in range(3)]
@@ -153,7 +153,7 @@ def test_runs_of_two_scales_are_called_by_the_scale_and_what_differs_within_it()
     assert named(at("pocket", "adhoc"), at("qwen1_5b", "adhoc", **QWEN)) == ["scale=pocket", "scale=qwen1_5b"]
 
 
-def test_scales_that_few_keys_tell_apart_or_that_are_not_known_are_not_named() -> None:
+def test_scales_that_are_unknown_or_differ_in_few_keys_are_not_named() -> None:
     few = {"steps": 7, "eval__questions": 9, "optim__beta1": 0.5}
     assert named(at("pocket", "bf16"), at("custom", "bf16", **few)) == [
         "bf16 (eval.questions=256, optim.beta1=0.9, steps=600)", "bf16 (eval.questions=9, optim.beta1=0.5, steps=7)"
@@ -163,7 +163,7 @@ def test_scales_that_few_keys_tell_apart_or_that_are_not_known_are_not_named() -
     assert not any("scale=" in label for label in named(*runs))
 
 
-def test_a_long_value_is_shortened_and_two_that_begin_alike_stay_two() -> None:
+def test_a_long_value_is_shortened_and_two_that_begin_alike_stay_distinct() -> None:
     arms = named(run("bf16", task__instruction=LONG), run("bf16", task__instruction=f"{LONG} Hurry."))
     assert arms[0].startswith("bf16 (task.instruction=Solve the following math problem ste... #")
     assert len(set(arms)) == 2
@@ -173,7 +173,7 @@ def test_a_long_value_is_shortened_and_two_that_begin_alike_stay_two() -> None:
     assert shorten("checkpoints/pocket-nvfp4-four_over_six") == "checkpoints/pocket-nvfp4-four_over_six"
 
 
-def test_a_sweep_of_learning_rates_is_an_arm_a_rate_in_the_order_of_the_rates() -> None:
+def test_a_sweep_of_learning_rates_has_one_arm_per_rate_in_order() -> None:
     rates = [1e-4, 3e-5, 1e-5]
     counted, left_out = choose_runs([run("bf16", seed, optim__learning_rate=rate) for rate in rates for seed in (1, 0)])
     assert [(labels(counted)[one.arm], one.seed) for one in counted] == [
@@ -183,14 +183,14 @@ def test_a_sweep_of_learning_rates_is_an_arm_a_rate_in_the_order_of_the_rates() 
     assert sorted(["off", "10", "9"], key=number_first) == ["9", "10", "off"]
 
 
-def test_of_records_of_one_run_the_finished_one_counts_else_the_one_that_went_furthest() -> None:
+def test_the_finished_copy_of_a_run_counts_or_else_the_latest() -> None:
     early, late = (replace(run("bf16"), status="interrupted", ended=ended) for ended in (1.0, 2.0))
     assert drop_copies([late, early]) == drop_copies([early, late]) == [late]
     finished = replace(early, status=FINISHED)
     assert drop_copies([finished, late]) == drop_copies([late, finished]) == [finished]
 
 
-def test_where_a_run_ran_makes_an_arm_however_it_was_asked_for() -> None:
+def test_runs_on_gpu_and_on_cpu_are_different_arms_however_the_device_was_requested() -> None:
     gpu, cpu = ["memory/gpu_peak_gib"], ["memory/rss_gib"]
     auto_gpu, cuda, auto_cpu, on_cpu = (
         from_values(BASE | {"device": device}, metrics)
@@ -200,37 +200,37 @@ def test_where_a_run_ran_makes_an_arm_however_it_was_asked_for() -> None:
     assert differing_keys([auto_gpu, auto_cpu]) == ["device"]
 
 
-def test_a_run_that_failed_before_it_noted_its_device_is_of_the_arm_that_it_equals_otherwise() -> None:
+def test_a_run_that_failed_before_recording_its_device_joins_the_arm_it_otherwise_equals() -> None:
     failed, here, there = run("nvfp4", 1, device="auto"), run("nvfp4", device="cpu"), run("nvfp4", device="cuda")
     for known in (here, there):
         assert fill_in_device([failed, known])[0].arm == known.arm
-    assert fill_in_device([failed, here, there])[0].arm == failed.arm  # of either: nobody knows
+    assert fill_in_device([failed, here, there])[0].arm == failed.arm  # it may belong to either
     assert fill_in_device([failed, run("bf16", device="cuda")])[0].arm == failed.arm
 
 
 def asked(path: str, training: str = "", heldout: str = "", **changes: Any) -> Run:
-    """A run whose questions lay in `path` and had these hashes; "" is what its version did not record."""
+    """Return a run with its questions in `path` and with their hashes. "" is a hash that was not recorded."""
     origin = Origin(training_sha256=training, heldout_sha256=heldout)
     return replace(run("bf16", task__path=path, **changes), origin=origin)
 
 
 @pytest.mark.parametrize(("runs", "paths"), [
-    # the same questions in two folders; what one run did not record is taken from those that did
+    # the same questions in two folders; a hash that one run lacks is taken from runs that have it
     ([asked("/a", "t"), asked("/b", "t")], ["/a", "/a"]),
     ([asked("/a", "t"), asked("/b", "t", "h"), asked("/b")], ["/a", "/a", "/b"]),
-    # other questions in another folder; of the first run here nobody knows which it held out
+    # other questions in another folder; the first run did not record which questions it held out
     ([asked("/a", "t"), asked("/b", "t", "h"), asked("/c", "t", "g")], ["/a", "/b", "/c"]),
     ([asked("/a", "t", "h"), asked("/b", "s", "h"), asked("/c"), asked("/d")], ["/a", "/b", "/c", "/d"]),
-    # other questions in the same folder, and those of a run that recorded none
+    # other questions in the same folder, and a run that recorded no hash
     ([asked("/a", "t", "h"), asked("/a", "s", "h"), asked("/a")], ["/a #1", "/a #2", "/a"]),
     ([asked("/a", "t", "h"), asked("/a", "t", "g")], ["/a #1", "/a #2"]),
-    # fewer questions by the configuration, which tells the two apart
+    # fewer questions by configuration, so the settings already tell the two apart
     ([asked("/a", "t", "h"), asked("/a", "s", "h", task__train_questions=5)], ["/a", "/a"]),
 ])  # fmt: skip
 def test_two_runs_have_one_task_path_exactly_if_they_were_asked_the_same_questions(
     runs: list[Run], paths: list[str]
 ) -> None:
-    """A number stands for the hash of the questions."""
+    """In `paths` a number stands for the hash of the questions."""
     found = [one.value("task.path") for one in match_task_paths(runs)]
     number = {path: f"/a #{n}" for n, path in enumerate(dict.fromkeys(path for path in found if "#" in path), 1)}
     assert [number.get(path, path) for path in found] == paths
@@ -251,7 +251,7 @@ def test_two_runs_have_one_task_path_exactly_if_they_were_asked_the_same_questio
     ({"device": "cuda", "optim__packing": "off"}, {"device": "cuda", "optim__packing": "auto"}, True),
     ({"device": "cpu", "optim__packing": "on"}, {"device": "cpu", "optim__packing": "off"}, True),
 ])  # fmt: skip
-def test_keys_that_did_not_act_make_no_arm(one: dict[str, Any], other: dict[str, Any], differ: bool) -> None:
+def test_keys_without_effect_do_not_separate_arms(one: dict[str, Any], other: dict[str, Any], differ: bool) -> None:
     assert (run("bf16", **one).arm != run("bf16", **other).arm) is differ
 
 
@@ -268,7 +268,7 @@ def test_one_model_under_two_paths_is_one_arm() -> None:
     ("/x/warm", "a" * 12, ["model.hash=(absent)", f"model.hash={'a' * 12}"]),
     ("pocket", "None", ["adhoc", "adhoc"]), ("org/name", "None", ["adhoc", "adhoc"]),
 ])  # fmt: skip
-def test_a_run_of_before_the_hash_is_another_arm_where_its_model_may_be_another(
+def test_a_run_without_a_recorded_model_hash_is_another_arm_where_its_model_may_differ(
     path: str, content: str, expected: list[str]
 ) -> None:
     old = from_values({key: value for key, value in BASE.items() if key != "model.hash"} | {"model.path": path})

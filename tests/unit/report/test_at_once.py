@@ -22,7 +22,7 @@ def ran(
     begin: float | None, end: float, place: str = "GPU-1", machine: str = "NVIDIA H200", command: str = PLAIN,
     device: str = "cuda",
 ) -> Run:  # fmt: skip
-    """A run from and to so many seconds after noon. `None`: it did not note its start."""
+    """Return a run from `begin` to `end`, in seconds after noon. `begin=None`: it did not record its start."""
     one = record({"device": device}, 0, 0.3)
     began = "" if begin is None else datetime.fromtimestamp(NOON + begin, UTC).isoformat(timespec="seconds")
     origin = Origin(command=command, began=began, place=place, machine=machine)
@@ -46,12 +46,12 @@ SWEEP = f"{PLAIN} +sweeps=weight_formats"
     ([ran(None, 100), ran(0, 100)], [1, 1]),
     ([ran(0, 100, "GPU-1"), ran(0, 100, "GPU-2")], [1, 1]),
     ([ran(0, 100, "GPU-1 GPU-2"), ran(0, 100, "GPU-2")], [2, 2]),
-    # of older records, runs by themselves share machines that are alike
+    # older records name no GPU: runs of single commands share a machine if the descriptions are equal
     ([ran(0, 100, **OLD), ran(0, 100, **OLD)], [2, 2]),
     ([ran(0, 100, **OLD), ran(0, 100, "", "NVIDIA H200, 32 CPUs")], [1, 1]),
     (2 * [ran(0, 100, **OLD, command=f"{SWEEP} jobs=2 jobs_per_gpu=1")], [1, 1]),  # on two cards of one machine
     (2 * [ran(0, 100, "", "")], [1, 1]),  # nothing known
-    # the larger of options and times counts
+    # the larger of the counts by options and by times is taken
     (2 * [ran(0, 100, "GPU-1", command=f"{SWEEP} jobs_per_gpu=1")], [2, 2]),  # typed twice, for one card
     ([ran(0, 100, command=f"{SWEEP} jobs=4 jobs_per_gpu=4")], [4]),
     ([ran(0, 100, command=f"{SWEEP} jobs=4 jobs_per_gpu=1")], [1]),
@@ -74,13 +74,13 @@ def begun(run: Path, second: int = 0, gpu: str = "GPU-1", file: str = "env.json"
 
 @pytest.mark.parametrize(("environments", "said"), [
     ([{"command": "python -m qerl_lab"}], ""),
-    # the sweep's file says so, in the configuration; a run that is of no sweep runs alone
+    # the sweep's file sets jobs in the configuration; a run without a sweep runs alone
     ([{"command": "python -m qerl_lab +sweeps=mine", "sweep": None}], ""),
     ([{"command": "python -m qerl_lab +sweeps=mine", "sweep": "mine/20260131-120000"}], "up to 3 others"),
-    # one session of three had not the card to itself
+    # one session of three shared the card
     ([{"command": f"python -m qerl_lab{words}"} for words in ("", " jobs=4 jobs_per_gpu=4", "")], "up to 3 others"),
 ])  # fmt: skip
-def test_jobs_at_once_by_command_or_configuration_are_said(
+def test_jobs_at_once_by_command_or_configuration_are_reported(
     here: Path, printed: Callable[..., str], environments: list[dict], said: str
 ) -> None:
     jobs = {"jobs": 4, "jobs_per_gpu": 4} if "sweep" in environments[0] else {}
@@ -91,16 +91,16 @@ def test_jobs_at_once_by_command_or_configuration_are_said(
     assert SHARED.format(said) in out if said else "ran beside" not in out
 
 
-def test_a_part_of_a_task_is_said(here: Path, printed: Callable[..., str]) -> None:
+def test_a_report_says_that_only_a_part_of_a_task_was_asked(here: Path, printed: Callable[..., str]) -> None:
     make_run(here / "sweep" / "bf16-0", "bf16", 0, task__name="gsm8k", task__gsm8k__max_steps=2)
     assert "The questions are of gsm8k with at most 2 steps: no accuracy here is that" in printed("sweep")
 
 
 @pytest.mark.parametrize(("other", "shown"), [("GPU-1", True), ("GPU-2", False)])
-def test_runs_that_ran_at_once_by_their_own_commands_are_said(
+def test_runs_of_separate_commands_at_once_on_one_gpu_are_reported(
     here: Path, printed: Callable[..., str], other: str, shown: bool
 ) -> None:
-    """Two shells, one GPU. Also from results, whose runs keep where they were; on two GPUs each ran alone."""
+    """Stored results keep the GPU of each run, so they say the same. On two GPUs each run ran alone."""
     for seed, gpu in enumerate(("GPU-1", other)):
         begun(make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed), seed, gpu)
     save_results("sweep", "results")
@@ -108,13 +108,13 @@ def test_runs_that_ran_at_once_by_their_own_commands_are_said(
         assert (SHARED.format("another") in printed(folder)) == shown
 
 
-def test_a_copy_beside_its_run_leaves_its_speed_to_be_compared(here: Path) -> None:
+def test_a_copy_of_a_run_does_not_count_as_a_run_at_once(here: Path) -> None:
     begun(run := make_run(here / "sweep" / "bf16-0", "bf16", 0))
     shutil.copytree(run, here / "home" / "bf16-0")
     assert [run.at_once for run in comparison.read([here / "sweep", here / "home"]).runs] == [1]
 
 
-def test_a_resumed_run_is_where_any_of_its_sessions_was(here: Path) -> None:
+def test_a_resumed_run_counts_on_the_gpus_of_all_its_sessions(here: Path) -> None:
     resumed, other = (make_run(here / "sweep" / name, "bf16", seed) for seed, name in enumerate("ab"))
     begun(resumed)
     for run, file in ((resumed, "env.2.json"), (other, "env.json")):

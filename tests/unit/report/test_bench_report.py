@@ -1,4 +1,4 @@
-"""Tables and figures of `bench rollout` and `bench step`: ratios of what is comparable, and notes on what is not."""
+"""Tables and figures of `bench rollout` and `bench step`: ratios of comparable rows, and notes on differences."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ FORMATS = {"bf16_stock": "bf16", "qlora_stock": "nf4"}
 
 
 def row(arm: str, speed: float, **changes: Any) -> dict[str, Any]:
-    """A row of a rollout benchmark."""
+    """Return a row of a rollout benchmark."""
     return {
         "model": "qwen2.5-14b", "arm": arm, "format": FORMATS.get(arm, "nvfp4"), "baseline": arm.endswith("stock"),
         "rank": 32, "batch": 8, "tokens_per_second": speed, "tokens_per_second_min": 0.9 * speed,
@@ -37,7 +37,7 @@ def several(**changes: Any) -> list[dict[str, Any]]:
     return [row(arm, speed * batch / 8, batch=batch, **changes) for arm, speed in SPEEDS.items() for batch in (8, 64)]
 
 
-def test_ratios_are_of_the_same_batch_and_rank() -> None:
+def test_ratios_compare_rows_of_the_same_batch_and_rank() -> None:
     rows = [*several(), row("bf16_stock", 50.0, rank=64), row("nvfp4", 70.0, rank=64)]
     ratios = bench.measured(rollouts(rows)).set_index(["arm", "rank", "batch"])
     assert ratios.loc[("nvfp4", 32, 8), "of_bf16"] == 1.5
@@ -53,14 +53,14 @@ def test_the_baseline_is_the_stock_arm_without_overrides() -> None:
         assert ratios["nvfp4"] == of_bf16
 
 
-def test_without_its_baseline_at_a_rank_an_arm_has_no_ratio_there() -> None:
-    """Not that to the stock arm with overrides, which would mix two baselines in one column."""
+def test_an_arm_has_no_ratio_at_a_rank_without_its_baseline() -> None:
+    """A ratio to the stock arm with overrides would mix two baselines in one column."""
     eager = row("bf16_stock enforce_eager=true", 50.0, rank=64, baseline=True)
     rows = [row("bf16_stock", 100.0), eager, row("nvfp4", 150.0, rank=64)]
     assert bench.measured(rollouts(rows)).set_index("arm")["of_bf16"].dropna().to_dict() == {"bf16_stock": 1.0}
 
 
-def test_the_table_has_a_line_an_arm_and_batch_and_the_dead() -> None:
+def test_the_table_has_a_line_for_each_arm_and_batch_and_for_dead_arms() -> None:
     dead = {"arm": "mxfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB", "log": "a\nb"}
     lines = bench.text(rollouts([*several(), dead])).splitlines()
     line = next(line for line in lines if line.endswith(" nvfp4") and line.split()[1] == "64")
@@ -77,7 +77,7 @@ def test_the_time_of_a_token_is_left_out_where_completions_are_too_short_to_tell
     assert ("4.50" in bench.text(result)) == is_told
 
 
-@pytest.mark.parametrize("older", [{"host_share": None}, {}], ids=["model runner 1", "file of before"])
+@pytest.mark.parametrize("older", [{"host_share": None}, {}], ids=["model runner 1", "older file"])
 def test_the_hosts_share_is_left_out_where_it_was_not_measured(older: dict[str, Any]) -> None:
     told = bench.text(rollouts([row("nvfp4", 150.0)]))
     untold = {key: value for key, value in row("nvfp4", 150.0).items() if key != "host_share"} | older
@@ -88,7 +88,7 @@ def test_the_hosts_share_is_left_out_where_it_was_not_measured(older: dict[str, 
     assert found.splitlines()[1].split()[5:7] == ["-", "-"]  # no baseline, no ratio
 
 
-def test_what_else_differs_is_noted() -> None:
+def test_other_differences_between_rows_are_noted() -> None:
     rows = [*several(), row("mxfp4", 10.0, max_num_seqs=8, sm_mhz=1400.0), row("nvfp4 gpus=2", 10.0, gpus=2)]
     found = bench.notes(pd.DataFrame([{"gpus": 1} | row for row in rows]))
     assert found.pop(0).endswith("; 2 in nvfp4 gpus=2")
@@ -99,7 +99,7 @@ def test_what_else_differs_is_noted() -> None:
     assert bench.notes(pd.DataFrame(alike)) == []
 
 
-def test_a_baseline_with_overrides_is_named_by_figure_and_table() -> None:
+def test_a_baseline_with_overrides_is_named_in_figure_and_table() -> None:
     merged = "bf16_stock enable_lora=false"
     rows = [each | {"arm": merged} if each["arm"] == "bf16_stock" else each for each in several()]
     result = rollouts(rows)
@@ -110,7 +110,7 @@ def test_a_baseline_with_overrides_is_named_by_figure_and_table() -> None:
 
 @pytest.mark.parametrize("ranks", [(32,), (16, 32)])
 def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None:
-    """What ratios are of may not be measured, or may have died."""
+    """The baseline may not have been measured, or may have died."""
     rows = [each for rank in ranks for each in several(rank=rank)]
     rest = [each for each in rows if each["arm"] != "bf16_stock"]
     whole, alone = (bench_figures.figure(rollouts(kept)) for kept in (rows, rest))
@@ -122,7 +122,7 @@ def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize(("base", "of_largest"), [("qlora_stock", 3.75), ("bf16_stock", 1.5)])
-def test_the_panel_of_ranks_is_of_a_measured_baseline_beside_the_paper_s(base: str, of_largest: float) -> None:
+def test_the_panel_of_ranks_has_ratios_to_a_measured_baseline_beside_the_papers(base: str, of_largest: float) -> None:
     rows = [each | {"tokens_per_second": each["tokens_per_second"] * 16 / rank}
             for rank in (16, 32) for each in several(rank=rank) if each["arm"] in ("nvfp4", base)]  # fmt: skip
     result = rollouts(rows)
@@ -137,7 +137,7 @@ def test_the_panel_of_ranks_is_of_a_measured_baseline_beside_the_paper_s(base: s
         assert sorted(drawn) == pytest.approx(sorted([1.0, of_largest, *of_paper]))
 
 
-def test_nothing_alive_is_a_table_without_numbers_and_no_figure(tmp_path: Path) -> None:
+def test_a_benchmark_where_every_arm_died_has_no_numbers_and_no_figure(tmp_path: Path) -> None:
     result = rollouts([{"arm": "mxfp4", "rank": 32, "died": "x"}])
     assert bench.text(result) == "mxfp4, rank 32, died: x"
     bench_figures.draw(result, tmp_path / "rollout.png")
@@ -145,7 +145,7 @@ def test_nothing_alive_is_a_table_without_numbers_and_no_figure(tmp_path: Path) 
 
 
 def step(arm: str, seconds: float, **changes: Any) -> dict[str, Any]:
-    """A row of a step benchmark; a baseline does not tell phases apart."""
+    """Return a row of a step benchmark. A baseline has no times of phases."""
     about = {
         "arm": arm, "format": "bf16", "baseline": arm.endswith("trl"), "rank": 32, "step_seconds": seconds,
         "tokens_per_second": 64 / seconds, "start_seconds": 60.0, "policy_gib": 14.2, "peak_gib": 60.0,
@@ -175,8 +175,8 @@ def test_the_bar_of_a_step_is_as_long_as_the_step(train: float) -> None:
     assert [bar.get_width() for bar in whole] == pytest.approx([8.0, 0.0])
 
 
-def test_steps_of_completions_of_own_lengths_name_the_tokens_of_each_arm() -> None:
-    """Their seconds alone compare unequal work."""
+def test_steps_with_completions_of_varying_length_name_the_tokens_of_each_arm() -> None:
+    """Seconds alone would compare unequal work."""
     result = steps() | {"rows": [step("bf16_trl", 8.0, tokens=12_345.6), step("nvfp4", 4.0, tokens=950.0)]}
     labels = []
     for mean_tokens in (0, 400.0):
@@ -186,7 +186,7 @@ def test_steps_of_completions_of_own_lengths_name_the_tokens_of_each_arm() -> No
     assert labels == [["bf16_trl", "nvfp4"], ["bf16_trl: 12,346 tokens", "nvfp4: 950 tokens"]]
 
 
-def test_the_table_of_steps() -> None:
+def test_the_table_of_steps_has_times_ratios_and_memory() -> None:
     result = steps()
     result["rows"][2]["gib_by_owner"] = {"frozen base": 5.44, "activations and the rest": 9.0}
     lines = bench.text(result).splitlines()
@@ -210,7 +210,7 @@ def test_each_panel_of_training_steps_has_the_numbers_of_its_label() -> None:
     }  # fmt: skip
 
 
-def test_every_committed_result_has_an_origin_and_those_of_commands_a_table_and_a_figure() -> None:
+def test_every_committed_result_has_an_origin_and_those_with_a_table_have_a_figure() -> None:
     drawn = set()
     for file in COMMITTED.glob("*.json"):
         result = bench.load(file)

@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.report`: which runs count, what the numbers of an arm are, and what it says."""
+"""`python -m qerl_lab.report`: the runs that count, the numbers of an arm, and the printed report."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from run_directories import config, make_run
 
 @pytest.fixture
 def sweep(here: Path) -> Path:
-    """Two arms, three seeds each."""
+    """Make two arms of three seeds each."""
     for seed in range(3):
         make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed, after=[0.5 + seed / 8, 0.5, 0.75, 1.0])
         make_run(here / "sweep" / f"nvfp4-{seed}", "nvfp4", seed, after=[0.5 + seed / 8, 0.75, 0.75, 1.0])
@@ -54,7 +54,7 @@ def test_runs_that_do_not_count_are_named_with_the_reason(sweep: Path) -> None:
         "sweep/waiting: not run",
     ]
     row = arms_of(sweep).loc["bf16"]
-    assert (row["seeds"], row["runs"]) == (3, 6)  # the one that was repeated finished, too
+    assert (row["seeds"], row["runs"]) == (3, 6)  # the repeated run finished, too
 
 
 def test_runs_behind_links_are_read_once(here: Path) -> None:
@@ -70,7 +70,7 @@ def test_runs_behind_links_are_read_once(here: Path) -> None:
 
 
 def test_a_run_and_its_copy_count_once(here: Path) -> None:
-    """Stopped here, copied to another machine and finished there: one run, which finished."""
+    """A run that was stopped here, copied to another machine and finished there is one finished run."""
     for seed in range(3):
         run = make_run(here / "runs" / f"bf16-{seed}", "bf16", seed)
         about = json.loads((run / "env.json").read_text())
@@ -110,7 +110,7 @@ def test_a_damaged_run_is_named_and_an_older_sound_one_counts(here: Path, how: s
 
 
 def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_named(here: Path) -> None:
-    """An older version recorded no hash: what lay under the path then nobody knows."""
+    """An older version recorded no hash, so nobody knows which model lay under the path then."""
     for seed, content in enumerate(["a" * 12, "b" * 12, None]):
         folder = here / "runs" / str(seed)
         make_run(folder, "bf16", seed, model__path="/dev/shm/warm", model__hash=content)
@@ -125,7 +125,7 @@ def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_nam
 
 
 def test_report_resync_and_samples_agree_on_what_is_damaged(tmp_path: Path) -> None:
-    """resync would put what is left in the place of a whole mirror."""
+    """Otherwise resync would replace a complete mirror by a damaged record."""
     run = make_run(tmp_path / "run", "bf16", 0)
     RunDirectory(run).append_samples([Sample(4, "7+5", "?", "12", {"answer": 1.0}, finished=True)])
     assert "step 4" in format_step(run, None)
@@ -144,8 +144,8 @@ def test_report_resync_and_samples_agree_on_what_is_damaged(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("changed", ["training_sha256", "heldout_sha256"])
-def test_runs_whose_questions_changed_under_one_path_are_not_pooled(here: Path, changed: str) -> None:
-    """Their ids may be the same: row 7 of another file is another question."""
+def test_runs_are_not_pooled_if_the_questions_under_their_path_changed(here: Path, changed: str) -> None:
+    """Different questions may have the same id: row 7 of another file is another question."""
     for seed in range(2):
         began = {"data": {"training_sha256": "t", "heldout_sha256": "h"} | {changed: str(seed)}}
         make_run(here / "runs" / str(seed), "bf16", seed, task__path="/one/gsm8k", began=began)
@@ -159,7 +159,7 @@ def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_ques
     after = [[0.5 + seed / 8, 0.5, 0.75, 1.0] for seed in range(3)]
     row = arms_of(sweep).loc["bf16"]
     mean, low, high = over_seeds(after)
-    assert high > 1, "which no accuracy is"
+    assert high > 1, "no accuracy exceeds 1"
     assert row[["accuracy_after", "accuracy_after_low", "accuracy_after_high"]].tolist() == pytest.approx(
         [mean, low, 1]
     )
@@ -170,7 +170,7 @@ def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_ques
 
 
 def test_a_difference_is_paired_by_seed_and_question(sweep: Path) -> None:
-    """The seeds shift both arms alike, so that what is left is one question: 0.25 in each seed."""
+    """Seeds shift both arms alike, so the arms differ in one question only, by 0.25 in each seed."""
     row = arms_of(sweep, "bf16").loc["nvfp4"]
     expected = over_seeds([[0, 0.25, 0, 0]] * 3)
     names = ["difference", "difference_low", "difference_high"]
@@ -191,7 +191,7 @@ def test_only_seeds_and_questions_that_both_arms_have_are_compared(sweep: Path) 
     assert difference.endswith(" (2)")
 
 
-def test_runs_that_were_asked_other_questions_are_compared_on_those_they_share(
+def test_runs_with_different_questions_are_compared_on_shared_questions(
     sweep: Path, printed: Callable[..., str]
 ) -> None:
     for seed in range(3):
@@ -202,7 +202,7 @@ def test_runs_that_were_asked_other_questions_are_compared_on_those_they_share(
     assert row["difference"] == pytest.approx(1 - (0.5 + 0.625 + 0.75 + 3 * 2.25) / 12)
 
 
-def test_a_question_that_one_seed_was_not_asked_is_left_out_and_the_seed_is_not(sweep: Path) -> None:
+def test_a_question_that_one_seed_was_not_asked_is_left_out_and_the_seed_counts(sweep: Path) -> None:
     make_run(sweep / "less", "bf16", 3, before=[0.0] * 3, after=[1.0] * 3)
     row = arms_of(sweep).loc["bf16"]
     assert (row["seeds"], row["questions"]) == (4, 3)
@@ -238,7 +238,7 @@ def test_seeds_of_equal_means_have_no_interval_and_the_table_says_why(here: Path
     assert "\n[no spread]: neither seeds nor questions show any, perhaps by chance, so there is no interval.\n" in out
 
 
-def test_a_run_without_evaluation_has_its_entropy(here: Path, printed: Callable[..., str]) -> None:
+def test_a_run_without_evaluation_shows_its_entropy(here: Path, printed: Callable[..., str]) -> None:
     run = make_run(here / "runs" / "a", "bf16", 0, eval__questions=0)
     (run / "eval.parquet").unlink()
     assert "bf16  1 of 1    -       -      -     0.350 -> 0.200" in printed("runs")
@@ -247,7 +247,7 @@ def test_a_run_without_evaluation_has_its_entropy(here: Path, printed: Callable[
 # --- the command
 
 
-def test_it_prints_arms_what_differs_and_what_was_left_out(sweep: Path, printed: Callable[..., str]) -> None:
+def test_the_report_prints_arms_differing_settings_and_left_out_runs(sweep: Path, printed: Callable[..., str]) -> None:
     make_run(sweep / "again", "bf16", 0, after=[0.5, 0.5, 0.75, 1.0], ended=4e9, began={"git_sha": "feedface"})
     out = printed("sweep")
     lines = out.splitlines()
@@ -262,8 +262,8 @@ def test_it_prints_arms_what_differs_and_what_was_left_out(sweep: Path, printed:
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_what_follows_from_the_scale_is_a_table_of_its_own(here: Path, printed: Callable[..., str]) -> None:
-    """Of run directories and of the stored results."""
+def test_settings_that_follow_from_the_scale_have_their_own_table(here: Path, printed: Callable[..., str]) -> None:
+    """Run directories and stored results give the same output."""
     other = {"scale": "zoo", "rollout__group_size": 4, "rollout__prompts_per_step": 2, "eval__top_p": 0.5}
     for arm in ("bf16", "nvfp4"):
         make_run(here / "runs" / f"{arm}-0", arm, 0)
@@ -284,8 +284,8 @@ def test_what_follows_from_the_scale_is_a_table_of_its_own(here: Path, printed: 
     assert "<h3>The scales differ in</h3>" in (here / "results/both/report.html").read_text()
 
 
-def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, printed: Callable[..., str]) -> None:
-    """What an experiment declares goes without saying; a shorter run beside it does not."""
+def test_a_difference_that_also_reflects_other_settings_says_so(here: Path, printed: Callable[..., str]) -> None:
+    """Settings that an experiment declares are not mentioned. Another learning rate is."""
     make_run(here / "sweep" / "bf16-0", "bf16", 0)
     make_run(here / "sweep" / "nvfp4-0", "nvfp4", 0)
     assert "also reflects" not in printed("sweep")
@@ -294,10 +294,10 @@ def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, printed
     assert said in printed("sweep")
 
 
-def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, printed: Callable[..., str]) -> None:
+def test_the_baseline_is_bf16_or_the_given_arm(sweep: Path, printed: Callable[..., str]) -> None:
     said = printed("sweep", "baseline=nvfp4")
     assert "after - nvfp4" in said
-    assert "also reflects" not in said, "what the baseline's experiment declares goes without saying, too"
+    assert "also reflects" not in said, "settings that the baseline's experiment declares are not mentioned either"
     assert "after -" not in printed("sweep/bf16-0"), "one arm has nothing to be compared with"
     for seed in range(3):
         shutil.rmtree(sweep / f"bf16-{seed}")
@@ -326,10 +326,10 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
     (["verdicts", "sweep", "out=sweep/bf16-0/env.json"], "env.json cannot be written"),
     (["verdicts", "sweep", "claims=none.yaml"], "claims=none.yaml is not there. Type the path of a YAML file"),
 ])  # fmt: skip
-def test_a_wrong_word_is_answered_with_what_to_type(
+def test_a_wrong_argument_is_answered_with_what_to_type(
     sweep: Path, printed: Callable[..., str], words: list[str], said: str
 ) -> None:
     (sweep.parent / "empty").mkdir()
     (make_run(sweep.parent / "unfinished" / "a", "bf16", 0) / "DONE").unlink()
     assert said in printed(*words, code=2)
-    assert not list(Path("out").glob("*")), "no half of a report"
+    assert not list(Path("out").glob("*")), "no part of a report is written"

@@ -1,4 +1,4 @@
-"""Curves of arms: what is drawn of seeds, mean and interval, by step and by time, and how arms are told apart."""
+"""Curves of arms: seeds, mean and interval, by step and by time; panels and colors of arms."""
 
 import io
 from pathlib import Path
@@ -20,7 +20,7 @@ REWARD = next(curve for curve in curves.CURVES if curve.name == "reward")
 
 
 def points(arms: list[str], seeds: int = 3, steps: int = 30, metric: str = "reward/mean") -> pd.DataFrame:
-    """Seed s of an arm has the value step + s, and takes 2 + s seconds a step."""
+    """Return a table in which seed s of an arm has the value step + s and takes 2 + s seconds a step."""
     return pd.DataFrame([
         {"run_id": f"{arm}-{seed}", "arm": arm, "metric": metric, "step": step, "seconds": (2.0 + seed) * step,
          "value": float(step + seed)}
@@ -29,7 +29,7 @@ def points(arms: list[str], seeds: int = 3, steps: int = 30, metric: str = "rewa
 
 
 def draw(table: pd.DataFrame, curve: curves.Curve, by: str, baseline: str | None) -> Figure:
-    """Arms are named by their format, as `nvfp4_aqn` is."""
+    """Draw the arms of a table. The name of an arm begins with its format, as in `nvfp4_aqn`."""
     arms: dict[str, list[Run]] = {}
     for (arm, name), rows in table.set_index("step").groupby(["arm", "run_id"], sort=False):
         seconds = rows["seconds"].diff().fillna(rows["seconds"])
@@ -43,7 +43,7 @@ def means(axis: Axes) -> list:
     return [line for line in axis.lines if not line.get_label().startswith("_")]
 
 
-def test_each_seed_is_raw_and_the_mean_has_the_interval_of_its_seeds() -> None:
+def test_each_seed_is_drawn_unsmoothed_and_the_mean_has_the_interval_over_seeds() -> None:
     (axis,) = draw(points(["bf16"]), REWARD, curves.STEP, None).axes
     *seeds, mean = axis.lines
     assert [list(line.get_ydata()) for line in seeds] == [[step + seed for step in range(1, 31)] for seed in range(3)]
@@ -57,20 +57,20 @@ def test_each_seed_is_raw_and_the_mean_has_the_interval_of_its_seeds() -> None:
     assert (at_one.min(), at_one.max()) == (pytest.approx(low), pytest.approx(high))
 
 
-def test_a_speed_begins_at_zero() -> None:
+def test_the_axis_of_a_speed_begins_at_zero() -> None:
     speed = next(curve for curve in curves.CURVES if curve.name == "throughput")
     table = points(["bf16"], metric=speed.metric)
     (axis,) = draw(table.assign(value=table["value"] + 1000), speed, curves.STEP, None).axes
     assert axis.get_ylim()[0] == 0
 
 
-def test_one_seed_has_its_line_alone() -> None:
+def test_one_seed_has_a_line_and_no_interval() -> None:
     (axis,) = draw(points(["bf16"], seeds=1), REWARD, curves.CLOCK, None).axes
     assert (len(axis.lines), len(axis.collections)) == (1, 0)
     assert len(axis.lines[0].get_xdata()) == 30
 
 
-def test_by_clock_the_mean_is_where_every_seed_has_been() -> None:
+def test_the_mean_by_time_covers_the_times_that_every_seed_has() -> None:
     """Seed 0 ends after 50 s, seed 2 begins at 4 s; at 12 s the three are at steps 6, 4 and 3."""
     (axis,) = draw(points(["bf16"], steps=25), REWARD, curves.CLOCK, None).axes
     (mean,) = means(axis)
@@ -83,7 +83,7 @@ def test_by_clock_the_mean_is_where_every_seed_has_been() -> None:
 @pytest.mark.parametrize(("seconds", "label", "end"), [
     (119, "seconds", 119), (120, "minutes", 2), (7199, "minutes", 7199 / 60), (7200, "hours", 2),
 ])  # fmt: skip
-def test_time_has_the_unit_that_its_label_names(seconds: int, label: str, end: float) -> None:
+def test_times_are_in_the_unit_of_the_axis_label(seconds: int, label: str, end: float) -> None:
     table = points(["bf16"], seeds=1, steps=2)
     (axis,) = draw(table.assign(seconds=table["step"] * seconds / 2), REWARD, curves.CLOCK, None).axes
     assert axis.get_xlabel() == f"{label} of training steps"
@@ -94,7 +94,7 @@ ACCURACY = next(curve for curve in curves.CURVES if curve.name == "accuracy")
 
 
 def accuracies(arms: list[str], steps: tuple[int, ...]) -> pd.DataFrame:
-    """Seed s of an arm has the accuracy step / 100 + s / 10."""
+    """Return a table in which seed s of an arm has the accuracy step / 100 + s / 10."""
     table = points(arms, metric="eval/accuracy")
     table = pd.concat([table[table["step"] == 1].assign(step=0, seconds=0.0), table])
     return table[table["step"].isin(steps)].assign(
@@ -120,7 +120,7 @@ def test_accuracy_before_and_after_has_two_points_with_intervals_and_no_curve_be
     assert list(means(axis)[0].get_xdata()) == [0, pytest.approx(1.5)]  # seeds end after 60, 90 and 120 s
     assert axis.get_xlabel() == "minutes of training steps: before and after them"
     (axis,) = draw(accuracies(["bf16", "nvfp4"], (0, 15, 30)), ACCURACY, curves.STEP, "bf16").axes
-    assert axis.get_xlabel() == "step"  # measured between, so that a line is drawn
+    assert axis.get_xlabel() == "step"  # also measured in between, so a line is drawn
     assert {line.get_linestyle() for line in means(axis)} == {"-"}
 
 
@@ -154,10 +154,10 @@ def test_many_arms_make_a_figure_that_is_wider_than_high(arms: int, panels: int,
     ("bf16 fp8 mxfp4 nf4 nvfp4", ["fp8 mxfp4", "nf4 nvfp4"]),  # each format has one arm
     # as `aqn=linear, format.name=bf16`, `aqn=linear, format.name=nvfp4`, `aqn=off, format.name=bf16` ... are sorted
     ("bf16_1 nvfp4 bf16_2 nvfp4_1 bf16_3 nvfp4_2", ["bf16_1 bf16_2 bf16_3", "nvfp4 nvfp4_1 nvfp4_2"]),
-    # of one format, two of which share the color of their schedule
+    # one format; two arms share the color of their schedule
     ("nvfp4 nvfp4_1 nvfp4_linear nvfp4_linear_1 nvfp4_2", ["nvfp4", "nvfp4_1 nvfp4_linear", "nvfp4_linear_1 nvfp4_2"]),
 ])  # fmt: skip
-def test_panels_follow_the_formats_of_arms_not_their_places(arms: str, panels: list[str]) -> None:
+def test_arms_of_one_format_share_panels_in_any_order(arms: str, panels: list[str]) -> None:
     """The baseline, if there is one, is in each panel."""
     figure = draw(points(arms.split(), seeds=1, steps=2), REWARD, curves.STEP, "bf16")
     first = ["bf16"] if "bf16" in arms.split() else []
@@ -168,18 +168,18 @@ def test_panels_follow_the_formats_of_arms_not_their_places(arms: str, panels: l
 def test_no_two_arms_of_a_report_look_alike() -> None:
     looks = palette.styles({"bf16": "bf16"} | {f"nvfp4_{number}": "nvfp4" for number in range(36)})
     assert len({tuple(look.values()) for look in looks.values()}) == len(looks)
-    ten = [*looks.values()][:10]  # also where points have no dashes
+    ten = [*looks.values()][:10]  # they also differ as points, which have no dashes
     assert len({(look["color"], look["marker"]) for look in ten}) == len(ten)
 
 
-def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
+def test_times_are_the_summed_seconds_of_the_steps(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     arms = comparison.read([tmp_path]).arms
     (axis,) = curves.draw(arms, REWARD, curves.CLOCK, None, palette.styles_of_arms(arms)).axes
     assert list(means(axis)[0].get_xdata()) == [2, 4, 6, 8]
 
 
-def test_the_interval_of_an_accuracy_is_that_of_the_tables(tmp_path: Path) -> None:
+def test_an_accuracy_has_the_same_interval_as_in_the_tables(tmp_path: Path) -> None:
     """Two seeds with equal answers have no spread, but their questions have one."""
     for seed in (0, 1):
         run = make_run(tmp_path / str(seed), "bf16", seed, before=[0.0, 1.0, 1.0, 0.0], after=[1.0] * 4)
@@ -210,8 +210,8 @@ def test_an_arm_without_noise_has_no_line_of_sigma() -> None:
     assert curves.recorded_curves(silent) == []
 
 
-def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
-    """Noise is told by dashes and hollow markers. Arms of one format alone have colors that no format has."""
+def test_a_format_has_one_color_in_our_figures_and_the_papers() -> None:
+    """Dashes and hollow markers mark noise. If all arms have one format, the others get colors that no format has."""
     looks = palette.styles({"a": "bf16", "nvfp4": "nvfp4", "nvfp4_aqn": "nvfp4", "mxfp4": "mxfp4", "nf4": "nf4"})
     assert looks["nvfp4"]["color"] == looks["nvfp4_aqn"]["color"]
     assert looks["nvfp4"]["linestyle"] != looks["nvfp4_aqn"]["linestyle"]
@@ -228,7 +228,7 @@ def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
     assert not set(shades[1:]) & set(palette.FORMATS.values())
 
 
-def test_a_marker_is_filled_for_a_format_alone_whatever_is_sorted_before_it(tmp_path: Path) -> None:
+def test_only_plain_arms_of_a_format_have_filled_markers_in_any_order(tmp_path: Path) -> None:
     for number, (arm, rate) in enumerate([("bf16", 1e-5), ("bf16", 1e-6), ("nvfp4_aqn", 1e-5), ("nvfp4_aqn", 1e-6)]):
         make_run(tmp_path / str(number), arm, 0, optim__learning_rate=rate)
     make_run(tmp_path / "hot", "bf16", 0, optim__learning_rate=1e-5, rollout__temperature=1.2)
@@ -238,7 +238,7 @@ def test_a_marker_is_filled_for_a_format_alone_whatever_is_sorted_before_it(tmp_
     assert hollow == {arm for arm in looks if "aqn" in arm or "temperature=1.2" in arm}
 
 
-def test_a_noise_schedule_has_one_color_in_our_figures_and_the_paper_s() -> None:
+def test_a_noise_schedule_has_one_color_in_our_figures_and_the_papers() -> None:
     arms = [f"aqn={name}" for name in ("adaptive", "cosine", "exponential", "kl", "linear", "logarithmic", "off")]
     looks = palette.styles(dict.fromkeys(arms, "nvfp4"))
     assert len({style["color"] for style in looks.values()}) == len(arms)
@@ -265,7 +265,7 @@ def test_a_png_keeps_the_color_of_each_line() -> None:
     assert image.mode == "P"
 
 
-def test_an_interval_of_shares_is_cut_at_what_they_can_be() -> None:
+def test_an_interval_of_shares_is_cut_at_0_and_1() -> None:
     table = points(["bf16"], seeds=2, metric="eval/accuracy")
     table["value"] = table["run_id"].str.endswith("1").map({True: 0.9, False: 0.5})
     (axis,) = draw(table, ACCURACY, curves.STEP, "bf16").axes

@@ -17,7 +17,7 @@ from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.measures import MEASURES, Unmeasured, has_collapsed
 from run_directories import make_run
 
-# A seed a row, a question a column: right answers of four samples.
+# Right answers of four samples; a row is a seed, a column is a question.
 RIGHT = {"bf16": [[0, 1, 2, 4], [1, 1, 3, 4], [0, 2, 2, 4]], "nvfp4": [[1, 1, 2, 4], [1, 2, 4, 4], [0, 2, 4, 4]]}
 
 
@@ -30,10 +30,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return comparison.read([folder])
 
 
-def test_passes_are_those_of_the_samples_with_intervals_that_stay_shares(found: Comparison) -> None:
+def test_pass_at_k_follows_from_the_samples_with_intervals_within_0_and_1(found: Comparison) -> None:
     passes, *_ = diagnostics.pass_at_each_k(found.arms["bf16"])
     assert list(passes) == [1, 2, 4]
-    # C(4 - c, 2) / C(4, 2) of c right ones are 1, 1/2, 1/6, 0, 0
+    # C(4 - c, 2) / C(4, 2) is 1, 1/2, 1/6, 0, 0 for c = 0 to 4 right answers
     expected = np.array([[[0, 1 / 2, 5 / 6, 1, 1][count] for count in seed] for seed in RIGHT["bf16"]])
     mean, low, high = stats.over_seeds(expected)
     assert high > 1
@@ -42,7 +42,7 @@ def test_passes_are_those_of_the_samples_with_intervals_that_stay_shares(found: 
     assert passes[4][0] == pytest.approx((np.array(RIGHT["bf16"]) > 0).mean())
 
 
-def test_answers_that_are_partly_right_have_no_pass(found: Comparison) -> None:
+def test_partly_right_answers_have_no_pass_at_k(found: Comparison) -> None:
     one, *others = found.arms["bf16"]
     partly = replace(one, accuracy={**one.accuracy, "after": one.accuracy["after"] + 0.1})
     with pytest.raises(Unmeasured, match="partly right"):
@@ -56,14 +56,14 @@ def fallen(values: list[float], found: Comparison) -> bool:
     return has_collapsed(replace(one, steps=steps))
 
 
-def test_a_run_has_collapsed_that_lost_half_of_its_best_tenth(found: Comparison) -> None:
+def test_a_run_has_collapsed_if_it_lost_half_of_its_best_tenth(found: Comparison) -> None:
     rise = [step / 20 for step in range(1, 21)]
     assert not fallen(rise, found)
-    assert fallen([*rise[:-2], 0.4, 0.4], found)  # of 0.875, the mean of 0.85 and 0.9
+    assert fallen([*rise[:-2], 0.4, 0.4], found)  # less than half of 0.875, the mean of 0.85 and 0.9
     assert not fallen([*rise[:-2], 0.44, 0.44], found)  # half of the best single step is 0.45
 
 
-def test_entropy_that_is_left_and_runs_that_collapsed_are_told_of_each_arm(found: Comparison) -> None:
+def test_a_table_has_the_retained_entropy_and_collapsed_runs_of_each_arm(found: Comparison) -> None:
     _, table, _ = tables(found, None)
     (row,) = (dict(zip(table.rows[0], cells, strict=True)) for cells in table.rows if cells[0] == "bf16")
     assert row["last / first"].startswith("0.57")  # four steps: 0.35 in the first, 0.2 in the last
@@ -74,18 +74,18 @@ def test_entropy_that_is_left_and_runs_that_collapsed_are_told_of_each_arm(found
     assert "last / first" not in table.rows[0], "a geometric mean has no zero"
 
 
-def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Comparison) -> None:
+def test_every_figure_has_every_arm_in_the_color_of_its_format(found: Comparison) -> None:
     gains, said = diagnostics.draw_gains(found)
     for figure, of in ((diagnostics.draw_passes(found), " (n=3)"), (gains, "")):
         handles, labels = figure.axes[0].get_legend_handles_labels()
         assert labels == [f"bf16{of}", f"nvfp4{of}"]
         lines = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
         assert [line.get_color() for line in lines] == [palette.FORMATS[name] for name in ("bf16", "nvfp4")]
-    assert said == ""  # all runs begin at one entropy here
+    assert said == ""  # all runs here begin at the same entropy
 
 
-def test_the_seeds_and_questions_of_passes_are_those_that_all_seeds_answered(found: Comparison) -> None:
-    """The interval of bf16 is of two seeds, and of those three of the four questions that both were asked."""
+def test_pass_at_k_counts_the_questions_that_all_seeds_answered(found: Comparison) -> None:
+    """In the second case bf16 has two seeds, and both were asked three of the four questions."""
     one, other, _ = found.arms["bf16"]
     fewer = replace(one, accuracy={phase: values.iloc[1:] for phase, values in one.accuracy.items()})
     for arms, seeds, questions in (
@@ -96,7 +96,7 @@ def test_the_seeds_and_questions_of_passes_are_those_that_all_seeds_answered(fou
         assert axis.get_legend_handles_labels()[1][0] == f"bf16 (n={seeds})"
 
 
-def test_a_correlation_within_arms_loses_a_point_for_the_mean_of_each_arm(found: Comparison) -> None:
+def test_a_correlation_within_arms_loses_a_degree_of_freedom_for_each_arm(found: Comparison) -> None:
     arms = {
         arm: [replace(run, summary=run.summary | {"entropy_first": 0.3 + run.seed**2 / 100}) for run in runs]
         for arm, runs in found.arms.items()
@@ -110,7 +110,7 @@ def test_a_correlation_within_arms_loses_a_point_for_the_mean_of_each_arm(found:
         assert (low, high) == pytest.approx([math.tanh(math.atanh(value) + sign * half) for sign in (-1, 1)], abs=0.02)
 
 
-def test_effects_have_a_panel_per_claim_and_the_papers_values_beside(found: Comparison) -> None:
+def test_effects_have_a_panel_per_claim_and_the_papers_values_beside_them(found: Comparison) -> None:
     rows = verdicts.judge(found.counted, found.runs)
     measured = [row for row in rows if row.numbers]
     figure = diagnostics.draw_effects(rows)
@@ -128,7 +128,7 @@ def test_effects_have_a_panel_per_claim_and_the_papers_values_beside(found: Comp
     assert diagnostics.draw_effects([row for row in rows if not row.numbers]) is None
 
 
-def test_a_contrast_of_too_few_seeds_for_a_verdict_is_an_open_circle(found: Comparison) -> None:
+def test_a_contrast_with_too_few_seeds_for_a_verdict_is_an_open_circle(found: Comparison) -> None:
     row = next(row for row in verdicts.judge(found.counted, found.runs) if row.numbers)
     for seeds, is_open in ((row.claim.file.seeds, False), (row.claim.file.seeds - 1, True)):
         figure = diagnostics.draw_effects([replace(row, numbers=replace(row.numbers, seeds=seeds))])
@@ -205,15 +205,13 @@ def test_effects_name_their_marks_and_no_label_is_cut(found: Comparison, panels:
             assert label.y1 <= figure.bbox.y1
 
 
-def test_a_format_that_was_deleted_after_its_runs_is_the_last_of_the_formats(
-    found: Comparison, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_format_that_no_longer_exists_comes_last(found: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(palette, "FORMATS", {"nvfp4": palette.FORMATS["nvfp4"]})
     ((_, formats),) = curves.group_formats(found).items()
     assert list(formats) == ["nvfp4", "bf16"]
 
 
-def test_of_groups_with_equally_many_formats_the_one_with_most_runs_is_first(tmp_path: Path) -> None:
+def test_the_group_with_most_runs_is_first_among_groups_with_equally_many_formats(tmp_path: Path) -> None:
     for rate, seeds in ((3e-5, 1), (1e-4, 2), (3e-4, 1)):
         for name in ("bf16", "nvfp4"):
             for seed in range(seeds):
@@ -222,7 +220,7 @@ def test_of_groups_with_equally_many_formats_the_one_with_most_runs_is_first(tmp
     assert titles == [f"optim.learning_rate={rate}" for rate in ("0.0001", "3e-05", "0.0003")]
 
 
-def test_arms_with_noise_that_differ_in_format_alone_are_no_figure_of_formats(tmp_path: Path) -> None:
+def test_arms_with_noise_that_differ_only_in_format_make_no_figure_of_formats(tmp_path: Path) -> None:
     for name in ("nvfp4", "mxfp4"):
         make_run(tmp_path / name, "nvfp4_aqn", 0, format__name=name)
     assert curves.group_formats(comparison.read([tmp_path])) == {}
@@ -238,8 +236,8 @@ def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: C
         assert len(axis.collections) == len(formats)  # the intervals over seeds
 
 
-def test_beside_the_curves_of_formats_is_the_accuracy_that_was_measured_in_training(found: Comparison) -> None:
-    """That of all questions was measured before and after it only."""
+def test_curves_of_formats_have_the_accuracy_that_was_measured_during_training(found: Comparison) -> None:
+    """With a subset, accuracy on all questions was measured only before and after training."""
     ((title, formats),) = curves.group_formats(found).items()
     figures = []
     for metrics in (["eval/accuracy"], ["eval/accuracy", "eval/subset_accuracy"]):

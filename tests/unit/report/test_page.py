@@ -1,4 +1,4 @@
-"""report.html and the files beside it: whole, the same without the runs, and honest of runs that are not."""
+"""report.html and the files beside it: complete, the same without the run directories, open about bad runs."""
 
 import base64
 import html
@@ -25,7 +25,7 @@ BENCH = Path(__file__).parents[3] / "results" / "bench"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two arms of three seeds, of two versions and machines; a run that failed, one that is damaged, one repeated."""
+    """Make a report of two arms on two versions and machines, and of a failed, a damaged and a repeated run."""
     folder, draw = tmp_path_factory.mktemp("made"), np.random.default_rng(0)
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
@@ -49,7 +49,7 @@ def page(made: Path) -> str:
     return (made / "results/mine/report.html").read_text(encoding="utf-8")
 
 
-def test_the_page_is_whole_and_needs_no_network(made: Path, page: str) -> None:
+def test_the_page_is_complete_and_needs_no_network(made: Path, page: str) -> None:
     assert not re.search(r"<script|<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(|https?://", page)
     images = re.findall(r'<img src="([^"]{30})', page)
     figures = sorted(path.name for path in (made / "results/mine/figures").iterdir())
@@ -68,7 +68,7 @@ def test_a_figure_of_several_panels_has_the_width_of_the_page(made: Path, page: 
         assert bool(wide) == (Image.open(io.BytesIO(base64.b64decode(png))).width > palette.PANEL_PIXELS)
 
 
-def test_it_says_first_what_makes_the_runs_less_than_alike(page: str) -> None:
+def test_the_page_begins_with_bad_runs_and_differences_between_runs(page: str) -> None:
     top = html.unescape(page[: page.index('id="verdicts"')])
     for said in (
         "<b>7</b> runs finished", "<b>1</b> of these repeated", "<b>1</b> run failed", "<b>1</b> run damaged",
@@ -79,7 +79,7 @@ def test_it_says_first_what_makes_the_runs_less_than_alike(page: str) -> None:
         assert said in top, said
 
 
-def test_it_has_verdicts_tables_and_what_was_run(page: str) -> None:
+def test_the_page_has_verdicts_tables_and_the_commands_of_the_runs(page: str) -> None:
     text = html.unescape(page)
     measured = [claim for claim in of_paper() if claim.name in ("final_accuracy", "growth_area")]
     assert all(f"<b>{claim.says}</b>" in text for claim in measured)
@@ -95,7 +95,7 @@ def test_it_has_verdicts_tables_and_what_was_run(page: str) -> None:
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_it_says_where_the_differences_are_or_why_there_are_none(
+def test_the_page_has_differences_from_the_baseline_or_says_why_not(
     page: str, here: Path, printed: Callable[..., str]
 ) -> None:
     assert '<th scope="col">after - bf16</th>' in page
@@ -108,7 +108,7 @@ def test_it_says_where_the_differences_are_or_why_there_are_none(
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_it_says_when_its_runs_were_made_which_arms_have_none_and_what_line_makes_it_again(
+def test_the_page_says_when_its_runs_ran_which_arms_have_none_and_which_command_makes_it_again(
     here: Path, printed: Callable[..., str]
 ) -> None:
     for seed, hour in enumerate((12, 10, 11)):
@@ -124,12 +124,12 @@ def test_it_says_when_its_runs_were_made_which_arms_have_none_and_what_line_make
     assert "python -m qerl_lab.report results/mine out=results/mine baseline=nvfp4" in text
 
 
-def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
+def test_a_long_key_may_wrap_between_its_parts_and_stays_escaped() -> None:
     assert breakable("bf16 (optim.learning_rate=0.5, x<y)") == "bf16 (optim.<wbr>learning_rate=<wbr>0.5, x&lt;y)"
     assert breakable("nvfp4 lora=dense & 0.83x") == "nvfp4 lora=dense &amp; 0.83x"  # short words stay whole
 
 
-def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -> None:
+def test_the_papers_curves_stand_after_ours_and_name_model_and_task(page: str) -> None:
     text = html.unescape(page)
     ours, theirs, entropy = (
         text.index(f'alt="{alt}') for alt in ("Reward", "The paper's Figure 4", "Entropy of the t")
@@ -137,12 +137,12 @@ def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -
     caption = "<figcaption>The paper's Figure 5: Qwen2.5-7B, GSM8K, read to +-0.004. Ours above: model pocket, gsm8k, "
     assert ours < theirs < entropy < text.index(caption)
     assert text.count("<figcaption>The paper") == 4
-    assert "BigMath" not in text[text.index('id="curves"') :]  # of another task than these runs
+    assert "BigMath" not in text[text.index('id="curves"') :]  # these runs have another task
     assert "Below ours are the paper's figures" in text
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
+def test_bench_adds_results_of_benchmarks_and_the_command_on_the_page_repeats_it(
     made: Path, here: Path, printed: Callable[..., str]
 ) -> None:
     shutil.copytree(made / "results", "results")
@@ -164,12 +164,12 @@ def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
     assert not list(Path("results").glob("other/*"))
 
 
-def test_what_a_run_wrote_stays_text(page: str) -> None:
+def test_text_that_a_run_wrote_is_escaped(page: str) -> None:
     assert "<script" not in page
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; more" in page
 
 
-def test_without_the_runs_every_file_is_the_same(made: Path, here: Path) -> None:
+def test_a_report_of_stored_results_has_the_same_files_as_a_report_of_the_runs(made: Path, here: Path) -> None:
     shutil.copytree(made / "results", "results")
     before = {path: path.read_bytes() for path in sorted(Path("results/mine").rglob("*.*"))}
     for path in before:
@@ -184,7 +184,7 @@ def test_without_the_runs_every_file_is_the_same(made: Path, here: Path) -> None
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(here: Path) -> None:
+def test_a_report_deletes_figures_of_an_earlier_report_that_it_lacks(here: Path) -> None:
     for arm in ("bf16", "nvfp4"):
         make_run(here / "runs" / arm, arm, 0)
     figures = here / "out" / "figures"
@@ -198,11 +198,11 @@ def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(here: Path) 
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_of_runs_that_shared_a_card_no_time_and_no_speed_is_drawn_or_tabled(tmp_path: Path) -> None:
+def test_times_and_speeds_of_runs_that_shared_a_card_are_not_drawn(tmp_path: Path) -> None:
     for arm in ("bf16", "nvfp4"):
         began = {"command": f"python -m qerl_lab {'jobs=2 jobs_per_gpu=2' if arm == 'nvfp4' else ''}"}
         make_run(tmp_path / arm, arm, 0, began=began)
-    make_run(tmp_path / "alone", "nvfp4", 1)  # one of two that shared is enough
+    make_run(tmp_path / "alone", "nvfp4", 1)  # one run that shared its card is enough
     found = comparison.read([tmp_path])
     timed = {"reward-by-time", "throughput-by-step", "throughput-by-time"}
     alone = comparison.compare([record for record in found.runs if record.experiment == "bf16"], {})

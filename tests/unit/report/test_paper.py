@@ -1,4 +1,4 @@
-"""The paper's numbers as data, whole and as they stand; and its curves, as they were read, beside the arms of each."""
+"""The paper's numbers and digitized curves as data, and the arms that its figures stand beside."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from qerl_lab.report.runs import Run
 FOLDER = package_data("results/reference")
 
 
-def test_every_row_says_where_it_is_from_and_how_sure_it_is() -> None:
+def test_every_row_has_a_source_and_a_certainty() -> None:
     rows = reference.paper_numbers()
     assert (rows[["table", "metric", "source"]] != "").all().all()
     assert set(rows["certainty"].str.extract(r"^(\w+)")[0]) == {"certain", "approx", "derived"}
@@ -28,7 +28,7 @@ def test_a_number_is_found_by_its_columns_or_refused() -> None:
         reference.select_row(row | {"method": "QeRL", "weight_format": "BF16"})
 
 
-def test_every_curve_has_a_row_that_says_what_it_is_and_how_well_it_was_read() -> None:
+def test_every_digitized_curve_has_a_row_with_its_reading_error() -> None:
     drawn = set[tuple[str, str]]()
     for path in (FOLDER / "digitized").glob("*.csv"):
         curve = pd.read_csv(path)
@@ -46,7 +46,7 @@ def of_schedule(name: str, setting: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("other", "expected"), [("linear", 0.004), ("cosine", 0.010), ("logarithmic", 0.028)])
 def test_two_lines_of_a_figure_are_compared_where_both_are_known(other: str, expected: float) -> None:
-    """Linear was not read at steps 145 and 150: the means of each alone would be of other steps."""
+    """Linear was not read at steps 145 and 150. Means of each line alone would cover different steps."""
     one, two = (of_schedule(name, reference.LAST_TENTH) for name in ("exponential", other))
     source, difference = reference.paper_effect(one, two, ratio=False)
     assert (round(difference, 3), source) == (expected, "Figure 9, +-0.006")
@@ -73,7 +73,7 @@ BASE = {"format.name": "nvfp4", "aqn.schedule": "off", "lora.rank": "16", "optim
 
 
 def arms(**changes: str) -> list[Run]:
-    """An arm of `BASE`, and one for each value that `aqn__schedule="off,linear"` names."""
+    """Return an arm of `BASE` and one for each value in `changes`, as in `aqn__schedule="off,linear"`."""
     found = [BASE] + [
         BASE | {key.replace("__", "."): value} for key, values in changes.items() for value in values.split(",")
     ]
@@ -92,7 +92,7 @@ def arms(**changes: str) -> list[Run]:
         ({"task__name": "bigmath"}, ["Figure 7", "Figure 7", "Figure 13"], [], []),
     ],
 )
-def test_a_figure_stands_beside_arms_that_differ_in_what_it_varies(
+def test_a_figure_stands_beside_arms_that_differ_in_the_setting_it_varies(
     changes: dict[str, str], reward: list[str], entropy: list[str], sigma: list[str]
 ) -> None:
     shown = {below: [figure.number for figure in paper_curves.figures_beside(below, arms(**changes))] for below in
@@ -101,13 +101,13 @@ def test_a_figure_stands_beside_arms_that_differ_in_what_it_varies(
 
 
 @pytest.mark.parametrize("figure", paper_curves.FIGURES, ids=lambda figure: figure.name)
-def test_every_line_is_what_was_read_point_by_point(figure: paper_curves.PaperFigure) -> None:
+def test_every_line_has_the_digitized_points(figure: paper_curves.PaperFigure) -> None:
     drawn, table = paper_curves.draw(figure), reference.digitized(figure.file)
     assert len(drawn.axes) == len(figure.panels)
     for axis, lines in zip(drawn.axes, figure.panels, strict=True):
         assert [line.get_label() for line in axis.lines] == [*lines.values()]
         looks = {(line.get_linestyle(), line.get_marker()) for line in axis.lines}
-        assert len(looks) == len(lines)  # told apart in grey
+        assert len(looks) == len(lines)  # they also differ in grey
         for line, column in zip(axis.lines, lines, strict=True):
             read = table[column].dropna()
             np.testing.assert_array_equal(line.get_xydata(), np.column_stack([read.index, read]))
@@ -125,7 +125,7 @@ def test_arms_of_a_task_of_the_paper_stand_beside_figures_of_that_task_alone(tas
     assert named == (both if shown == "both" else [shown])
 
 
-def test_a_caption_says_what_both_are_of_and_whether_ours_are_of_another_task() -> None:
+def test_a_caption_names_model_and_task_of_both_and_says_if_the_tasks_differ() -> None:
     figure = paper_curves.FIGURES[2]
     both, other = paper_curves.caption(figure, arms(task__name="bigmath")), paper_curves.caption(figure, arms())
     assert both.startswith("The paper's Figure 7: Qwen2.5-7B, BigMath, DAPO, read to +-0.006. Ours above: model")

@@ -1,4 +1,4 @@
-"""From records to numbers and figures."""
+"""The record of a run becomes numbers, figures and closing words."""
 
 import math
 import shlex
@@ -49,7 +49,7 @@ def test_read_steps_joins_the_lines_of_a_step(run_dir: Path) -> None:
     assert math.isnan(steps.loc[0, "reward/mean"])
 
 
-def test_summarize(run_dir: Path) -> None:
+def test_a_summary_has_speeds_accuracies_and_the_first_and_last_tenth(run_dir: Path) -> None:
     """A tenth of twenty steps is two."""
     result = summary_of(run_dir, seconds=47.0)
     half = 3.182446 / math.sqrt(48)
@@ -62,14 +62,14 @@ def test_summarize(run_dir: Path) -> None:
     })  # fmt: skip
 
 
-def test_the_interval_of_a_gain_ends_at_the_largest_gain_there_is(run_dir: Path) -> None:
+def test_the_interval_of_a_gain_ends_at_the_largest_possible_gain(run_dir: Path) -> None:
     before = pd.DataFrame({"id": ["a", "b"], "accuracy": [0.0, 0.0]})
     RunDirectory(run_dir).write_evaluations({"before": before, "after": before.assign(accuracy=[0.0, 1.0])})
     assert summary_of(run_dir, seconds=1.0)["accuracy_gain_interval"] == [-1, 1]
     assert runs.gain_metrics(RunDirectory(run_dir)) == {"eval/gain": 0.5, "eval/gain_low": -1, "eval/gain_high": 1}
 
 
-def test_summarize_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run_dir: Path) -> None:
+def test_a_summary_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run_dir: Path) -> None:
     (run_dir / "eval.parquet").unlink()
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(encode_line(19, {"memory/gpu_peak_gib": 3.5}) + encode_line(20, {"memory/gpu_peak_gib": 2.5}))
@@ -94,7 +94,7 @@ def test_speeds_are_tokens_over_seconds_of_all_steps_and_memory_is_the_largest(t
     assert (result["share_rollout"], result["memory_rss_gib"]) == (0.25, 2)
 
 
-def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
+def test_the_closing_table_has_the_numbers_of_the_summary(run_dir: Path) -> None:
     text = run_summary.closing(summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir)))
     for part in (
         "0.438 -> 0.688", "+0.250 [-0.209, +0.709], 4 questions", "50", "200",
@@ -112,15 +112,15 @@ def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
     assert "cut at the token limit  12.5% -> 12.5% of the answers" in told
 
 
-def test_a_slow_grader_is_named_as_what_takes_the_time(run_dir: Path) -> None:
+def test_the_closing_table_names_the_time_of_a_slow_grader(run_dir: Path) -> None:
     result, steps = summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir))
     slow = steps.assign(**{"seconds/reward": 0.17 * steps["step/seconds"], "seconds/probe": 0.01})
     text = run_summary.closing(result, slow)
     assert "25% rollout, 50% train, 5% sync, 17% grading; 47 s in all" in text
 
 
-def test_one_step_is_one_number_everywhere(tmp_path: Path, run_dir: Path) -> None:
-    """Its first and last tenth are the same step."""
+def test_a_run_of_one_step_shows_one_number(tmp_path: Path, run_dir: Path) -> None:
+    """The first and the last tenth of one step are the same step."""
     result = summary_of(run_dir, seconds=47.0) | {
         "steps": 1, "reward_first": 0.119, "reward_last": 0.119, "entropy_first": 0.25, "entropy_last": 0.25,
     }  # fmt: skip
@@ -139,7 +139,7 @@ def test_one_step_is_one_number_everywhere(tmp_path: Path, run_dir: Path) -> Non
 # --- figures
 
 
-def test_curves_have_a_panel_for_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_have_panels_for_recorded_metrics_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may never see the whole vocabulary; a run may have no noise and a policy that diverged."""
     figures: list[Figure] = []
     monkeypatch.setattr(palette.plt, "close", figures.append)
@@ -148,7 +148,7 @@ def test_curves_have_a_panel_for_what_was_recorded(tmp_path: Path, monkeypatch: 
     quiet = unseen.assign(**{"noise/sigma": 0.0, "noise/std_observed": 0.0, "policy/entropy_nats": float("nan")})
     for table in (whole, unseen, quiet):
         plots.save_curves(table, "title", tmp_path / "curves.png", "nvfp4")
-    every = {"Reward": 3, "Entropy": 2, "AQN noise": 2, "Throughput": 2}  # lines
+    every = {"Reward": 3, "Entropy": 2, "AQN noise": 2, "Throughput": 2}  # lines by panel
     drawn = [{axis.get_title(loc="left"): len(axis.lines) for axis in figure.axes} for figure in figures]
     assert drawn == [every, every | {"Entropy": 1}, {"Reward": 3, "Throughput": 2}]
     assert all(axis.get_ylabel() and axis.get_xlabel() == "step" and axis.get_legend() for axis in figures[0].axes)
@@ -163,7 +163,7 @@ def test_curves_have_a_panel_for_what_was_recorded(tmp_path: Path, monkeypatch: 
 
 
 def test_the_parts_of_the_reward_add_up_to_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also parts that a task adds, and punishments, which are below 0."""
+    """The parts include those that a task adds, and penalties, which are below 0."""
     figures: list[Figure] = []
     monkeypatch.setattr(palette.plt, "close", figures.append)
     parts = {"answer": 0.5, "format": 0.2, "brief": 0.1, "rude": -0.3, "overlong": -0.2}
@@ -174,15 +174,15 @@ def test_the_parts_of_the_reward_add_up_to_its_total(tmp_path: Path, monkeypatch
     drawn = {str(line.get_label()): line.get_data()[1][0] for line in axis.lines}
     assert list(drawn) == ["total", *parts]
     assert drawn.pop("total") == pytest.approx(sum(drawn.values()))
-    assert axis.get_ylim()[0] < -0.3, "or the punishments are cut off"
+    assert axis.get_ylim()[0] < -0.3, "otherwise the penalties are cut off"
     assert len({(line.get_color(), line.get_linestyle()) for line in axis.lines}) == 6
     plots.save_curves(pd.DataFrame([{"reward/mean": -0.5}] * 3), "title", tmp_path / "curves.png", "nvfp4")
     low, high = figures[1].axes[0].get_ylim()
     assert low < -0.5 < 0 < high
 
 
-def test_a_name_of_the_user_is_no_formula(tmp_path: Path) -> None:
-    """matplotlib would refuse it when the training is over, before the run counts as done."""
+def test_a_users_name_with_dollar_signs_is_not_read_as_a_formula(tmp_path: Path) -> None:
+    """matplotlib would refuse the name after the training, before the run counts as done."""
     row = {"reward/mean": 0.5, r"reward/$\price$": 0.5}
     plots.save_curves(pd.DataFrame([row] * 3), r"gsm8k by $\price$.py", tmp_path / "curves.png", "nvfp4")
     assert (tmp_path / "curves.png").stat().st_size > 0
@@ -192,7 +192,7 @@ def test_a_name_of_the_user_is_no_formula(tmp_path: Path) -> None:
 
 
 def mirrored(run_dir: Path, **noted: str) -> Path:
-    """A run's directory whose mlflow.json has these values."""
+    """Make a run directory with these values in its mlflow.json."""
     run_dir.mkdir(parents=True, exist_ok=True)
     RunDirectory(run_dir).note_mirror(**noted)
     return run_dir
@@ -229,7 +229,7 @@ def test_a_server_is_opened_at_its_own_address(tmp_path: Path) -> None:
     assert '--backend-store-uri "$MLFLOW_TRACKING_URI"\n' in text
 
 
-def test_what_mlflow_lacks_is_said_with_the_command_that_fills_it(here: Path) -> None:
+def test_an_incomplete_mirror_is_reported_with_the_command_that_completes_it(here: Path) -> None:
     text = run_summary.location(mirrored(here / "run", uri="http://host"), False)
     assert "MLflow at http://host lacks a part of this run" in text
     assert text.endswith("-m qerl_lab.tracking resync run")

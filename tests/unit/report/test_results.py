@@ -1,4 +1,4 @@
-"""Results as Parquet: small tidy files, whatever state the runs are in. (test_page.py: the same report from them.)"""
+"""Results as Parquet: small tidy files, whatever state the runs are in. (test_page.py makes a report from them.)"""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from run_directories import config, make_run, save_results
 
 @pytest.fixture
 def sweep(here: Path) -> Path:
-    """Two arms of three seeds, and one run each that failed, was repeated and is damaged."""
+    """Make two arms of three seeds, a failed run, a repeated run and a damaged run."""
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
             make_run(here / "runs" / f"{arm}-{seed}", arm, seed)
@@ -46,7 +46,7 @@ def test_the_files_are_tidy(sweep: Path) -> None:
     states = runs.set_index("run")["state"]
     assert states["runs/failed"] == "failed (FloatingPointError: loss is NaN)"
     assert states["runs/damaged"].startswith("damaged (eval.parquet is missing")
-    assert runs.set_index("run")["arm"].isna().sum() == 3  # failed, damaged, repeated: they count for nothing
+    assert runs.set_index("run")["arm"].isna().sum() == 3  # failed, damaged and repeated runs do not count
     assert set(steps["run"]) == set(asked["run"]) == set(runs.loc[runs["arm"].notna(), "run"])
     assert set(steps.columns) - {"run", "step"} <= set(KEPT)
     assert set(steps.dtypes.drop(["run", "step"])) == {np.dtype("float32")}
@@ -59,7 +59,9 @@ def test_no_setting_has_the_name_of_a_column() -> None:
 
 
 @pytest.mark.parametrize("name", [results.RUNS, results.STEPS, results.QUESTIONS])
-def test_a_damaged_file_says_what_to_type(sweep: Path, printed: Callable[..., str], name: str) -> None:
+def test_a_damaged_file_is_refused_with_the_command_that_makes_it_again(
+    sweep: Path, printed: Callable[..., str], name: str
+) -> None:
     save_results("runs", "results/mine")
     Path("results/mine", name).write_bytes(b"PAR1")
     said = printed("results/mine", code=2)
@@ -71,7 +73,7 @@ def test_a_damaged_file_says_what_to_type(sweep: Path, printed: Callable[..., st
 
 
 @pytest.mark.parametrize("name", [results.STEPS, results.QUESTIONS])
-def test_a_missing_file_says_what_to_type(sweep: Path, printed: Callable[..., str], name: str) -> None:
+def test_a_missing_file_is_named(sweep: Path, printed: Callable[..., str], name: str) -> None:
     save_results("runs", "results/mine")
     Path("results/mine", name).unlink()
     said = printed("results/mine", code=2)
@@ -80,7 +82,7 @@ def test_a_missing_file_says_what_to_type(sweep: Path, printed: Callable[..., st
 
 
 def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each calls its run runs/0. Of a run that both have, the later reading counts."""
+    """Each machine calls its run runs/0. A run that is read twice counts once."""
     for machine, arm in (("one", "bf16"), ("two", "nvfp4")):
         monkeypatch.chdir(make_run(tmp_path / machine / "runs" / "0", arm, 0).parents[1])
         save_results("runs", "results")
@@ -92,12 +94,12 @@ def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pyt
     assert ([run.name for run in again.runs], again.left_out) == (["runs/0"], [])
 
 
-def test_results_of_before_a_key_came_or_went_are_of_the_same_arm(sweep: Path) -> None:
-    """Beside runs of today: a record that lacks the key did what its default does; a deleted key does nothing."""
+def test_results_from_before_a_key_was_added_or_removed_are_of_the_same_arm(sweep: Path) -> None:
+    """A record that lacks an added key did what the key's default does. A removed key does nothing."""
     save_results("runs", "results/mine")
     file = Path("results/mine") / results.RUNS
     table = pd.read_parquet(file)
-    known = table["settings"].notna()  # not of the damaged run
+    known = table["settings"].notna()  # the damaged run has no settings
     lacking = [
         json.dumps({key: value for key, value in json.loads(text).items() if key not in ADDED} | {REMOVED[0]: "1"})
         for text in table.loc[known, "settings"]
@@ -111,8 +113,8 @@ def test_results_of_before_a_key_came_or_went_are_of_the_same_arm(sweep: Path) -
     }  # fmt: skip
 
 
-def test_the_wait_for_a_step_sampled_ahead_is_no_time_of_generation(here: Path) -> None:
-    """100 tokens a step, of which the sampler makes 200 in a second; a step sampled ahead waits a tenth of its time."""
+def test_the_wait_for_a_step_sampled_ahead_does_not_count_as_generation(here: Path) -> None:
+    """A step has 100 tokens, the sampler makes 200 a second, and a step sampled ahead waits a tenth of that time."""
     path = make_run(here / "runs" / "ahead", "bf16", 0) / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for number, line in enumerate(lines):
@@ -124,7 +126,7 @@ def test_the_wait_for_a_step_sampled_ahead_is_no_time_of_generation(here: Path) 
         assert run.summary["rollout_tokens_per_second"] == pytest.approx(200)
 
 
-def test_arms_of_two_files_of_a_user_are_called_by_the_files(here: Path) -> None:
+def test_arms_of_two_task_files_of_a_user_are_named_by_the_files(here: Path) -> None:
     for name in ("brief", "kind of"):
         changes = {"task__module": f"/home/me/{name}.py", "task__module_hash": name[0] * 12}
         make_run(here / "runs" / name, "bf16", 0, **changes)
@@ -135,11 +137,11 @@ def test_arms_of_two_files_of_a_user_are_called_by_the_files(here: Path) -> None
 
 
 def test_runs_in_a_folder_that_also_has_results_are_read_too(sweep: Path) -> None:
-    """`report runs out=runs`, and then more seeds: from the files alone the new ones would never count."""
+    """More seeds may follow `report runs out=runs`. Read from the result files alone, they would never count."""
     (sweep / "bf16-2" / "DONE").rename("DONE")
     save_results("runs", "runs")
     Path("DONE").rename(sweep / "bf16-2" / "DONE")
-    shutil.copy(sweep / "bf16-2" / "eval.parquet", sweep / "damaged")  # mended
+    shutil.copy(sweep / "bf16-2" / "eval.parquet", sweep / "damaged")  # repaired
     make_run(sweep / "bf16-7", "bf16", 7)
     found = comparison.read([Path("runs")])
     assert [record.seed for record in found.arms["bf16"]] == [0, 1, 2, 4, 7]

@@ -1,4 +1,4 @@
-"""How many seeds would decide what is open: simulated repetitions of what was measured are decided at that number."""
+"""The number of seeds that would decide an open contrast, checked by simulated repetitions of the measurement."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from simulated_runs import EQUAL, GRADED, SCALAR, arms, held_out_arms, verdicts
 
 
 def repeated(numbers: Numbers, values_S_Q: np.ndarray, claim: Claim, seeds: int) -> Numbers:
-    """The numbers, had these values been measured, with p-values by the variances of the values alone."""
+    """Return the numbers as if these values had been measured, with p-values from the variances of these values."""
     of_values = replace(
         numbers, at_least=values_S_Q, at_most=values_S_Q, questions=values_S_Q.shape[1],
         variances=variance_components(values_S_Q, floored=True), seeds=seeds,
@@ -25,7 +25,7 @@ def repeated(numbers: Numbers, values_S_Q: np.ndarray, claim: Claim, seeds: int)
 
 
 def share_decided(rows: list[Row], seeds: int, repeats: int = 300) -> float:
-    """How often the first of the rows is decided, with so many seeds drawn of its measured effect and spread."""
+    """Return the share of draws of `seeds` seeds, with the measured effect and spread, that decide the first row."""
     first, draw, found = rows[0], np.random.default_rng(0), 0
     numbers = first.numbers
     between, of_questions = numbers.variances
@@ -42,12 +42,12 @@ def share_decided(rows: list[Row], seeds: int, repeats: int = 300) -> float:
 
 
 def open_scalar() -> list[Row]:
-    """Three contrasts, each open."""
+    """Return three open contrasts."""
     return verdicts(SCALAR, arms(SCALAR, {"nvfp4": 0.02, "mxfp4": 0.02}, 5, 0.02, np.random.default_rng(4)))
 
 
 def open_beside_decided() -> list[Row]:
-    """Two that are decided leave the third the level of one alone."""
+    """Return an open contrast and two decided ones, which leave it the level of a single contrast."""
     rows = verdicts(SCALAR, arms(SCALAR, {}, 5, 0.02, np.random.default_rng(0)))
     small = [replace(row, numbers=replace(row.numbers, p=PValues(1.0, 1e-6, 1.0))) for row in rows[1:]]
     return set_verdicts([rows[0], *small])
@@ -58,7 +58,7 @@ def open_graded() -> list[Row]:
 
 
 def open_by_luck() -> list[Row]:
-    """Three seeds that agree in their means, and not in their answers: those of more seeds will not agree."""
+    """Return a contrast of three seeds with means that agree by luck. Means of more seeds will not agree."""
     claim = replace(GRADED, smallest=0.02)
     (row,) = verdicts(claim, held_out_arms(claim, 0.01, 3, np.random.default_rng(0)))
     values = row.numbers.at_least
@@ -71,20 +71,20 @@ def open_equal() -> list[Row]:
 
 
 def seeds_as_measured(row: Row) -> int:
-    """The number of seeds that would decide the row if the effect is as measured, as the row says it."""
+    """Return the number of seeds that decide the row if the effect is as measured, as the row's text says."""
     return int(re.match(r"about (\d+) seeds would .* if the effect is as measured", row.why)[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", [open_scalar, open_beside_decided, open_graded, open_by_luck, open_equal])
-def test_the_seeds_asked_for_decide_half_of_the_repetitions_of_what_was_measured(made: Callable[[], list[Row]]) -> None:
+def test_the_number_of_seeds_asked_for_decides_half_of_the_simulated_repetitions(made: Callable[[], list[Row]]) -> None:
     rows = made()
     seeds = seeds_as_measured(rows[0])
     assert share_decided(rows, seeds // 2) < 0.4 < 0.45 < share_decided(rows, seeds)  # 0.5 less 2 standard errors
     assert share_decided(rows, 2 * seeds) >= 0.75  # 0.8 less 2 standard errors
 
 
-def test_the_seeds_asked_for_are_those_that_the_test_needs() -> None:
+def test_the_number_of_seeds_asked_for_is_the_smallest_that_decides() -> None:
     row = (rows := open_scalar())[0]
     seeds = seeds_as_measured(row)
     mean, sd = float(row.numbers.at_least.mean()), math.sqrt(row.numbers.variances[0])
@@ -95,8 +95,8 @@ def test_the_seeds_asked_for_are_those_that_the_test_needs() -> None:
         assert (set_verdicts([same, *rows[1:]])[0].verdict != Verdict.UNDECIDED) == is_enough
 
 
-def test_more_seeds_decide_whatever_the_effect_is() -> None:
-    """Where the effect is not as measured, and halfway between the borders even."""
+def test_the_larger_number_of_seeds_decides_whatever_the_effect_is() -> None:
+    """That number is enough even for an effect halfway between the borders."""
     row = verdicts(SCALAR, arms(SCALAR, {"nvfp4": 0.02}, 5, 0.02, np.random.default_rng(9)))[0]
     most = int(re.search(r" if the effect is as measured, (\d+) decide whatever it is$", row.why)[1])
     variances, level = row.numbers.variances, 1 - 2 * 0.025 / 3  # three contrasts
@@ -106,12 +106,12 @@ def test_more_seeds_decide_whatever_the_effect_is() -> None:
 
 
 def measured_as(row: Row, values_S_Q: np.ndarray) -> Row:
-    """The row, had these values been measured."""
+    """Return the row as if these values had been measured."""
     numbers = repeated(row.numbers, values_S_Q, row.claim, len(values_S_Q))
     return set_verdicts([replace(row, numbers=numbers)])[0]
 
 
-def test_where_seeds_do_not_help_it_says_why_and_what_would() -> None:
+def test_a_row_that_seeds_cannot_decide_says_why_and_what_would_help() -> None:
     row, rng = open_scalar()[0], np.random.default_rng(2)
     near = "the measured effect is so near a border that not even 1,000 seeds would decide it"
     spread = rng.normal(size=(5, 1))
@@ -120,5 +120,5 @@ def test_where_seeds_do_not_help_it_says_why_and_what_would() -> None:
     of_seven = measured_as(row, rng.normal(size=(1, 7)) + rng.normal(0, 0.01, size=(5, 7)))
     assert of_seven.why == f"{near} with 7 questions: ask more, by a larger eval.questions or held-out set"
     (same, *_) = open_equal()
-    edge = measured_as(same, 0.005 * (spread - spread.mean()) + 0.02)  # the largest that makes no difference
+    edge = measured_as(same, 0.005 * (spread - spread.mean()) + 0.02)  # the largest effect that counts as no difference
     assert edge.why == near

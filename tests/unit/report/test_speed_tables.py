@@ -1,4 +1,4 @@
-"""Speed and memory beside the paper's: the numbers of the cells, what is missing, and files that are no results."""
+"""Speed and memory beside the paper's: numbers in cells, missing rows, and files that are not results."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SPEEDS = {"bf16_stock": ("bf16", 1000.0), "nvfp4": ("nvfp4", 1500.0), "qlora_sto
 
 
 def rollouts(model: str = "qwen2.5-7b", batch: int = 8, rank: int = 32, **changes: Any) -> dict[str, Any]:
-    """NVFP4 has 1.5 times the tokens of BF16 and 3 times those of QLoRA; weights of 14, 5 and 5 GiB."""
+    """Return a result. NVFP4 has 1.5 times BF16's tokens/s and 3 times QLoRA's; weights are 14, 5 and 5 GiB."""
     rows = [
         {"model": model, "arm": arm, "format": name, "baseline": arm.endswith("stock"), "rank": rank, "batch": batch,
          "tokens_per_second": speed, "tokens_per_second_min": 0.9 * speed, "tokens_per_second_max": 1.1 * speed,
@@ -30,7 +30,7 @@ def rollouts(model: str = "qwen2.5-7b", batch: int = 8, rank: int = 32, **change
 
 
 def steps(completions: int = 8) -> dict[str, Any]:
-    """A step of NVFP4 is 1.25 times as fast as BF16's."""
+    """Return a result where a step of NVFP4 is 1.25 times as fast as a step of BF16."""
     rows = [
         {"arm": arm, "format": name, "baseline": arm.endswith("trl"), "rank": 32, "step_seconds": seconds,
          "tokens_per_second": 8000 / seconds, "policy_gib": 10.0, "weights_gib": 5.0, "peak_gib": 40.0}
@@ -60,7 +60,7 @@ def cells(speed: SpeedSection, table: int, *row: str) -> dict[str, str]:
         "paper: of BF16": f"{2091.8 / 1641.1:.2f}", "paper: of QLoRA": f"{2091.8 / 1362:.2f}",
         "paper: where": "Table 6, Figure 1, rank 16", "commit": "15ec283",
     }),
-    # a batch of one is held against Table 9 and Figure 11, at its rank
+    # a batch of one is compared with Table 9 and Figure 11, at its rank
     ([rollouts("qwen2.5-14b", 1, 64)], 0, ("qwen2.5-14b, 1, 64", "nvfp4"), {
         "paper: of BF16": f"{86.0 / 61.2:.2f}", "paper: of QLoRA": f"{86.0 / 42.8:.2f}",
         "paper: where": "Table 9, Figure 11, rank 64",
@@ -77,7 +77,7 @@ def cells(speed: SpeedSection, table: int, *row: str) -> dict[str, str]:
     }),
     ([steps()], 2, ("qwen2.5-14b, nvfp4", "nvfp4", "step"), {"weights, GB": f"{10 * 2**30 / 1e9:.1f}"}),  # not vLLM's
 ])  # fmt: skip
-def test_ours_stands_beside_the_paper_s_of_the_same_model_and_batch(
+def test_our_numbers_stand_beside_the_papers_for_the_same_model_and_batch(
     tmp_path: Path, results: list[dict[str, Any]], table: int, row: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     assert cells(made(tmp_path, *results), table, *row).items() >= expected.items()
@@ -88,17 +88,17 @@ def test_a_file_that_is_named_and_in_a_named_folder_counts_once(tmp_path: Path) 
     assert speed_tables.tabulate_files([tmp_path / "a.json", tmp_path]) == speed_tables.tabulate_files([tmp_path])
 
 
-def test_what_the_paper_has_and_nobody_measured_is_a_line_and_no_rows(tmp_path: Path) -> None:
+def test_numbers_of_the_paper_that_nobody_measured_are_named_in_a_line_without_rows(tmp_path: Path) -> None:
     speed = made(tmp_path, rollouts(), steps())
     assert [len(table.rows) for table in speed.tables] == [1 + 3, 1 + 2, 1 + 5]
     of_rollouts, of_steps, of_memory = (table.left_out for table in speed.tables)
     assert "not measured here (batch at rank): qwen2.5-3b 1 at 16, 1 at 32, 1 at 64, 2 at 16, 8 at 16;" in of_rollouts
-    assert "qwen2.5-7b 1 at 16, 1 at 32, 1 at 64, 2 at 16;" in of_rollouts  # at 8 it was
+    assert "qwen2.5-7b 1 at 16, 1 at 32, 1 at 64, 2 at 16;" in of_rollouts  # batch 8 was measured
     assert "(completions): qwen2.5-3b 2, 8; qwen2.5-7b 2, 4, 8; qwen2.5-14b 2, 4; qwen2.5-32b 2, 8." in of_steps
     assert "(format): qwen2.5-3b BF16, NVFP4; qwen2.5-14b NF4; qwen2.5-32b BF16, NVFP4." in of_memory
 
 
-def test_columns_of_dashes_are_left_out_and_those_that_do_not_vary_are_a_sentence(tmp_path: Path) -> None:
+def test_empty_columns_are_left_out_and_constant_columns_become_a_sentence(tmp_path: Path) -> None:
     speed = made(tmp_path, rollouts(), steps())
     assert all("In every row: " in table.about and "GPU NVIDIA H200" in table.about for table in speed.tables)
     assert "In every row: repeats 3, lengths prompt 256, new 512, GPU NVIDIA H200." in speed.tables[0].about
@@ -112,7 +112,7 @@ def test_columns_of_dashes_are_left_out_and_those_that_do_not_vary_are_a_sentenc
     ]  # fmt: skip
 
 
-def test_steps_of_other_lengths_are_told_apart(tmp_path: Path) -> None:
+def test_steps_of_different_lengths_name_their_lengths(tmp_path: Path) -> None:
     ragged = steps()
     ragged["options"] |= {"mean_tokens": 400.0}
     speed = made(tmp_path, steps(), ragged)
@@ -181,7 +181,7 @@ def test_weights_are_compared_with_those_of_stock_bf16_without_overrides(tmp_pat
     ["{", "[]", '{"benchmark": "rollout"}', json.dumps({**rollouts(), "rows": [{"arm": "nvfp4", "rank": 8}]}),
      json.dumps({**rollouts(), "options": {}}), json.dumps({**steps(), "rows": None})],
 )  # fmt: skip
-def test_a_file_that_is_no_whole_result_is_left_out_and_said(tmp_path: Path, broken: str) -> None:
+def test_an_incomplete_result_file_is_left_out_and_named(tmp_path: Path, broken: str) -> None:
     speed = made(tmp_path, broken, rollouts())
     assert "0.json: left out, no complete result of python -m qerl_lab.bench" in speed.notes[0]
     assert cells(speed, 0, "qwen2.5-7b, 8, 32", "nvfp4")["of BF16"] == "1.50"
@@ -189,7 +189,7 @@ def test_a_file_that_is_no_whole_result_is_left_out_and_said(tmp_path: Path, bro
     assert [len(table.rows) for table in made(tmp_path, broken).tables] == [1, 1, 1]
 
 
-def test_nothing_given_nothing_there_and_no_result_in_a_folder(tmp_path: Path) -> None:
+def test_no_files_make_an_empty_section_and_missing_results_are_refused(tmp_path: Path) -> None:
     assert speed_tables.tabulate_files([]) == SpeedSection([], [speed_tables.WITHOUT])
     with pytest.raises(ConfigError, match=r"bench=.* holds no result\. Type a result of python -m"):
         speed_tables.tabulate_files([tmp_path])
@@ -197,7 +197,7 @@ def test_nothing_given_nothing_there_and_no_result_in_a_folder(tmp_path: Path) -
         speed_tables.tabulate_files([tmp_path / "missing.json"])
 
 
-def test_a_model_that_the_paper_has_not_stands_alone(tmp_path: Path) -> None:
+def test_a_model_that_the_paper_lacks_has_no_columns_of_the_paper(tmp_path: Path) -> None:
     speed = made(tmp_path, rollouts("qwen2.5-0.5b"))
     found = cells(speed, 0, "qwen2.5-0.5b, 8, 32", "nvfp4")
     assert found["of BF16"] == "1.50"

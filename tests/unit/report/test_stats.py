@@ -1,4 +1,4 @@
-"""The intervals: by hand, and how often they hold the truth."""
+"""Intervals and p-values: examples by hand, and how often an interval contains the truth."""
 
 import math
 from collections.abc import Callable
@@ -33,13 +33,13 @@ def test_paired_interval_by_hand() -> None:
     _, low, high = paired_interval(series([0, 0.5, 1, 0.25]), series([0.5, 0.5, 1, 0.75]), level=0.9)
     assert (low, high) == pytest.approx((0.25 - 2.353363 / math.sqrt(48), 0.25 + 2.353363 / math.sqrt(48)), abs=1e-6)
     before, after = series([0, 0.5, 1, 0.25]), series([0.5, 0.5, 1, 0.75])
-    assert paired_interval(before, after[::-1]) == pytest.approx(paired_interval(before, after))  # by question
+    assert paired_interval(before, after[::-1]) == pytest.approx(paired_interval(before, after))  # paired by question
     assert paired_interval(before, before + 0.25) == (0.25, 0.25, 0.25)  # equal gains have no width
 
 
 @pytest.mark.parametrize("values", [np.zeros((3, 8)), np.full((2, 5), 0.1), np.full((5, 1), 1 / 3)])
-def test_what_does_not_vary_is_spelled_without_an_interval(values: np.ndarray) -> None:
-    """Its ends are the mean, but for rounding: nothing says how far other seeds and questions would be."""
+def test_values_that_do_not_vary_are_shown_without_an_interval(values: np.ndarray) -> None:
+    """Both ends are the mean, up to rounding: nothing says how far other seeds and questions would be."""
     _, low, high = over_seeds(values)
     assert (low, high) == pytest.approx((values[0, 0], values[0, 0]))
     assert format_interval(low, high) == "[no spread]"
@@ -57,7 +57,9 @@ def test_what_does_not_vary_is_spelled_without_an_interval(values: np.ndarray) -
     (over_seeds, ([[0, math.nan], [0, 0]],), "two seeds at least, and every value"),
     (share_interval, (np.array([0.5, np.nan]), 1), r"needs a value in \[0, 1\]"),
 ])  # fmt: skip
-def test_what_has_no_interval_is_refused(interval: Callable[..., object], given: tuple[object, ...], said: str) -> None:
+def test_values_that_have_no_interval_are_refused(
+    interval: Callable[..., object], given: tuple[object, ...], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         interval(*given)
 
@@ -66,21 +68,21 @@ def test_what_has_no_interval_is_refused(interval: Callable[..., object], given:
 
 
 def test_over_seeds_by_hand() -> None:
-    """Seed means 0.2 and 0.4, question means 0.1, 0.3, 0.5, no rest: the questions' variance is 0.04 whole."""
+    """Seed means 0.2 and 0.4, question means 0.1, 0.3, 0.5, no residual: the variance of the questions is 0.04."""
     values = np.array([[0.0, 0.2, 0.4], [0.2, 0.4, 0.6]])
     half = math.sqrt((12.7062047 * math.sqrt(0.02 / 2)) ** 2 + 4.3026527**2 * 0.04 / 3)
     assert over_seeds(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
 
 
-def test_questions_that_differ_by_less_than_the_rest_add_nothing() -> None:
-    """Question means are equal, so that Student's t over the seeds is all there is."""
+def test_questions_that_differ_by_less_than_the_residual_add_nothing() -> None:
+    """Question means are equal, so the interval is Student's t over the seeds alone."""
     values = np.array([[0.0, 0.4], [0.6, 0.2]])
     half = 12.7062047 * math.sqrt(0.02 / 2)
     assert over_seeds(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
 
 
 def test_answers_that_differ_give_seeds_a_variance_although_their_means_agree() -> None:
-    """Seed means are 1/3, question means 1/2, 1/2, 0; the rest has the variance 4 * (1/2)^2 / 2, over 3 questions."""
+    """Seed means are 1/3, question means 1/2, 1/2, 0; the residual has variance 4 * (1/2)^2 / 2, over 3 questions."""
     values = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     assert stats.variance_components(values) == pytest.approx((0, 0))
     assert stats.variance_components(values, floored=True) == pytest.approx((1 / 6, 0))
@@ -94,7 +96,7 @@ def test_the_mean_of_an_arm_leaves_out_seeds_without_answers_and_stays_among_pos
     assert stats.mean_of_arm(values, stats.SHARE) == (mean, 0, 1)
 
 
-SHARES = {  # standard deviations over seeds, over questions, of the rest
+SHARES = {  # standard deviations over seeds, over questions, of the residual
     "as measured": (0.02, 0.3, 0.4), "seeds": (0.2, 0.1, 0.3), "questions": (0.0, 0.4, 0.1), "rest": (0.0, 0.0, 0.5),
 }  # fmt: skip
 
@@ -102,7 +104,7 @@ SHARES = {  # standard deviations over seeds, over questions, of the rest
 @pytest.mark.parametrize("seeds", [2, 5])
 @pytest.mark.parametrize("shares", SHARES)
 def test_over_seeds_covers_the_truth_as_often_as_it_says(seeds: int, shares: str) -> None:
-    """At least 95%, and not much more: never over 0.99 (1,000 draws: +-0.014)."""
+    """The interval covers the truth in at least 95% of draws, and in at most 99% (1,000 draws: +-0.014)."""
     rng, (of_seed, of_question, rest) = np.random.default_rng(0), SHARES[shares]
     covered = 0
     for _ in range(1000):
@@ -116,14 +118,14 @@ def test_over_seeds_covers_the_truth_as_often_as_it_says(seeds: int, shares: str
 
 
 @pytest.mark.parametrize(("right", "of"), [(0, 5), (5, 5), (77, 100)])
-def test_a_share_of_single_samples_has_wilson_s_interval(right: int, of: int) -> None:
+def test_a_share_of_single_samples_has_wilsons_interval(right: int, of: int) -> None:
     found = binomtest(right, of).proportion_ci(method="wilson")
     values = np.repeat([1.0, 0.0], [right, of - right])
     assert share_interval(values, 1) == pytest.approx((right / of, found.low, found.high))
 
 
-def test_samples_of_a_question_count_as_far_as_they_differ() -> None:
-    """Draws of questions that are alike are all draws; where a question is always or never right there is one each."""
+def test_samples_of_a_question_count_by_how_much_they_differ() -> None:
+    """If questions are alike, every sample counts. If a question is always or never right, it counts as one sample."""
     alike, settled = np.full(20, 0.25), np.repeat([1.0, 0.0], [5, 15])
     found = binomtest(80, 320).proportion_ci(method="wilson")
     assert share_interval(alike, 16)[1:] == pytest.approx((found.low, found.high))
@@ -132,7 +134,7 @@ def test_samples_of_a_question_count_as_far_as_they_differ() -> None:
 
 
 @pytest.mark.parametrize(("questions", "samples", "off"), [(30, 16, 0.035), (256, 4, 0.02)])
-def test_a_share_s_interval_covers_the_truth_as_often_as_it_says(questions: int, samples: int, off: float) -> None:
+def test_the_interval_of_a_share_covers_the_truth_as_often_as_it_says(questions: int, samples: int, off: float) -> None:
     rng, covered = np.random.default_rng(0), 0
     for _ in range(2000):
         shares = rng.binomial(samples, rng.beta(0.5, 0.5, questions)) / samples
@@ -145,7 +147,7 @@ def test_a_share_s_interval_covers_the_truth_as_often_as_it_says(questions: int,
 
 
 @pytest.mark.parametrize(("count", "shift"), [(4, 0.5), (4, 5.0), (200, 0.05), (200, -0.5)])
-def test_the_p_value_of_pairs_is_that_of_the_t_test(count: int, shift: float) -> None:
+def test_the_p_value_of_pairs_equals_the_paired_t_tests(count: int, shift: float) -> None:
     rng = np.random.default_rng(count)
     before = pd.Series(rng.normal(0, 1, count))
     after = before + rng.normal(shift, 1, count)
@@ -170,8 +172,8 @@ def test_one_sided_p_values_of_an_effect_and_its_opposite_add_up_to_one() -> Non
     assert p + opposite == pytest.approx(1)
 
 
-def test_equal_differences_are_no_proof() -> None:
-    """Student's t would say 0 of four questions that all gained alike; a flip of signs says 1 in 8."""
+def test_equal_differences_have_the_p_value_of_flipped_signs() -> None:
+    """Student's t would give 0 for four questions with equal gains. Flipped signs give 1 in 8."""
     before, after = series([0, 0, 0, 0]), series([1, 1, 1, 1])
     assert p_value(lambda level: paired_interval(before, after, level), 4) == 2 / 2**4
     assert p_value(lambda level: paired_interval(before, before, level), 4) == 1

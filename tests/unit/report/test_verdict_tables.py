@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.report verdicts`: what it prints and writes, of whole sweeps and of parts of them."""
+"""`python -m qerl_lab.report verdicts`: its output and its page, for whole sweeps and for parts of sweeps."""
 
 import re
 import shutil
@@ -24,12 +24,12 @@ from simulated_runs import record
 
 CLAIMS = of_paper()
 
-ON_GSM8K = {"task__name": "gsm8k", "eval__samples": 100}  # luck is of hundredths
+ON_GSM8K = {"task__name": "gsm8k", "eval__samples": 100}  # the accuracies below are in hundredths
 
 
 @pytest.fixture
 def sweep(here: Path) -> Path:
-    """Two arms of four seeds, of which one run failed; every other arm is missing."""
+    """Make two arms of four seeds, and a fifth run of one arm that failed. Every other arm is missing."""
     for seed in range(4):
         luck = seed / 50
         make_run(here / "runs" / f"bf16-{seed}", "bf16", seed, after=[0.5 - luck, 0.5, 0.75, 1.0], **ON_GSM8K)
@@ -40,7 +40,7 @@ def sweep(here: Path) -> Path:
 
 
 def judged(*words: str, runs: str = "runs") -> list[Row]:
-    """Run `verdicts` with these words, which writes results/mine/verdicts.md; return the rows behind it."""
+    """Run `verdicts` with these words, which writes results/mine/verdicts.md, and return the rows of that page."""
     assert main(["verdicts", runs, *words, "out=results/mine"]) == exits.OK
     found = comparison.read([Path(runs)])
     files = [Path(word.removeprefix("claims=")) for word in words]
@@ -52,7 +52,9 @@ def line_of(text: str, *words: str) -> str:
     return " ".join(line.split())
 
 
-def test_it_says_what_was_measured_and_what_to_type_for_the_rest(sweep: Path, printed: Callable[..., str]) -> None:
+def test_verdicts_prints_what_was_measured_and_the_commands_for_the_rest(
+    sweep: Path, printed: Callable[..., str]
+) -> None:
     text = printed("verdicts", "runs")
     found = line_of(text, "final_accuracy")
     assert found.startswith("final_accuracy nvfp4_aqn against bf16 4 +0.2")
@@ -97,7 +99,7 @@ def test_the_rows_and_the_page_have_every_number(sweep: Path) -> None:
     assert reasons["initial_entropy", "nf4 against bf16"] == "no finished run of nf4 (0 started)"
 
 
-def test_a_contrast_keeps_its_row_while_a_run_of_each_arm_was_started(sweep: Path, printed: Callable[..., str]) -> None:
+def test_a_contrast_has_a_row_if_a_run_of_each_arm_was_started(sweep: Path, printed: Callable[..., str]) -> None:
     for run in sweep.glob("aqn-*"):
         shutil.rmtree(run)
     text = printed("verdicts", "runs")
@@ -121,7 +123,7 @@ claims:
 """
 
 
-def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep: Path) -> None:
+def test_claims_of_a_file_are_judged_and_say_whether_the_runs_record_its_hash(sweep: Path) -> None:
     Path("claims.yaml").write_text(CLAIMS_FILE)
     digest = sha256(Path("claims.yaml"))
     for recorded, said in ((None, "not preregistered: 0 of 8"), (digest, "preregistered: all 8")):
@@ -140,7 +142,7 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
     assert row.registered.startswith("preregistered: all 8")
 
 
-def test_claims_beside_the_results_that_were_not_typed_are_named(sweep: Path, printed: Callable[..., str]) -> None:
+def test_a_claims_file_beside_the_results_that_was_not_typed_is_named(sweep: Path, printed: Callable[..., str]) -> None:
     save_results("runs", "results/page")
     assert "claims of their own" not in printed("verdicts", "results/page")
     Path("results/page/claims.yaml").write_text(CLAIMS_FILE)
@@ -151,7 +153,7 @@ def test_claims_beside_the_results_that_were_not_typed_are_named(sweep: Path, pr
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_claims_that_the_runs_were_made_to_test_are_asked_for(sweep: Path, printed: Callable[..., str]) -> None:
+def test_a_report_asks_for_the_claims_that_its_runs_were_made_to_test(sweep: Path, printed: Callable[..., str]) -> None:
     Path("mine.yaml").write_text(CLAIMS_FILE)
     digest = sha256(Path("mine.yaml"))
     for run in list(sweep.glob("*-*"))[:2]:
@@ -179,12 +181,12 @@ def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     assert "- `ours`: noise helps" in Path("results/copy/verdicts.md").read_text()
     Path("results/copy/claims.yaml").write_text(CLAIMS_FILE.replace("noise helps", "noise is good"))
     assert main(["results/page", "results/copy", "out=results/both"]) == exits.OK
-    assert Path("results/both/claims.yaml").read_text() == CLAIMS_FILE, "the first"
+    assert Path("results/both/claims.yaml").read_text() == CLAIMS_FILE, "the claims of the first folder"
     assert main(["results/page", "out=results/copy"]) == exits.OK
-    assert "noise is good" in Path("results/copy/claims.yaml").read_text(), "its own stay"
+    assert "noise is good" in Path("results/copy/claims.yaml").read_text(), "claims that the copy already has stay"
 
 
-def test_what_verdicts_lack_is_made_by_the_queue_beside_the_claims(sweep: Path, printed: Callable[..., str]) -> None:
+def test_missing_runs_are_made_by_the_queue_beside_the_claims(sweep: Path, printed: Callable[..., str]) -> None:
     """A sweep may have its own values, as exploration_controls has a temperature of the pocket scale."""
     claims = Path("my results/claims.yaml")
     claims.parent.mkdir()
@@ -196,7 +198,7 @@ def test_what_verdicts_lack_is_made_by_the_queue_beside_the_claims(sweep: Path, 
     text = printed("verdicts", "runs", f"claims={claims}")
     assert "    python -m qerl_lab.tools.queue plan 'my results/queue.yaml'  # ours" in text
     assert "+sweeps" not in text
-    assert "other values" not in printed("verdicts", "runs")  # the paper's claims, which have the arms of their sweeps
+    assert "other values" not in printed("verdicts", "runs")  # the paper's claims have the arms of their sweeps
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -228,8 +230,8 @@ def test_a_claims_file_that_cannot_be_tested_is_refused(
     assert said in printed("verdicts", "runs", "claims=claims.yaml", code=exits.USAGE)
 
 
-def test_collapsed_runs_are_counted_at_the_values_that_both_arms_have_with_fishers_test() -> None:
-    """The treated arm alone has rate 3, where every run falls; the control's runs fall at rate 2."""
+def test_collapsed_runs_are_counted_at_shared_rates_and_compared_by_fishers_test() -> None:
+    """Only the treated arm has rate 3, and there all its runs fall. The control's runs fall at rate 2."""
     (claim,) = (claim for claim in CLAIMS if claim.name == "rank_insensitivity")
     contrast, rise, fall = claim.contrasts[0], [0.1, 0.2, 0.4, 0.8], [0.1, 0.8, 0.4, 0.3]
     records = [
@@ -241,17 +243,17 @@ def test_collapsed_runs_are_counted_at_the_values_that_both_arms_have_with_fishe
         for rate in rates
         for seed in range(5)
     ]
-    failed = [replace(run, seed=5, status="failed") for run in records if run.seed == 0]  # one more at each rate
+    failed = [replace(run, seed=5, status="failed") for run in records if run.seed == 0]  # one more run at each rate
     own = replace(claim, contrasts=(contrast,), mean_over="optim.learning_rate")
     (row,) = judge(records, [*records, *failed], [own])
     assert (row.finished, row.started, row.collapsed) == ((10, 10), (12, 12), (0, 5))
-    p = comb(10, 5) / comb(20, 5)  # all five of one arm, and the same of the other
+    p = comb(10, 5) / comb(20, 5)  # all five in one arm; all five in the other is as likely
     assert collapses([row])[1:] == [[claim.name, contrast.name, "0 of 10", "5 of 10", f"{2 * p:.3f}"]]
     assert collapses([replace(row, collapsed=(0, 0))]) == []
 
 
 def test_the_gain_of_an_arm_may_be_negative() -> None:
-    """An interval from -1 to 1 holds its mean; a share's would be cut at 0."""
+    """A gain lies between -1 and 1. The interval of a share would be cut at 0."""
     (claim,) = (claim for claim in CLAIMS if claim.name == "growth_gain")
     contrast, falling = claim.contrasts[0], [0.8, 0.4, 0.2, 0.1]
     records = [
@@ -266,7 +268,7 @@ def test_the_gain_of_an_arm_may_be_negative() -> None:
 
 
 def row_of_own_claim(old: str, new: str) -> Row:
-    """The row of CLAIMS_FILE with a text replaced, judged on the runs."""
+    """Judge the runs by CLAIMS_FILE with `old` replaced by `new`, and return the row."""
     Path("claims.yaml").write_text(CLAIMS_FILE.replace(old, new))
     (row,) = judged("claims=claims.yaml")
     return row
@@ -316,10 +318,10 @@ def test_a_page_of_runs_that_answer_nothing_says_so(here: Path) -> None:
     assert "| bf16 | 1 of 1 |" in page
     assert (
         "\n## Held-out accuracies\n\n| arm | finished | before | after | gain |\n" in page
-    )  # the task is not Table 1's
+    )  # Table 1 is of another task
 
 
-def test_two_tasks_are_told_by_their_names_and_the_page_says_so(sweep: Path, printed: Callable[..., str]) -> None:
+def test_rows_of_two_tasks_name_their_task_and_the_output_warns(sweep: Path, printed: Callable[..., str]) -> None:
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
             make_run(sweep / f"other-{arm}-{seed}", arm, seed, **ON_GSM8K | {"task__name": "arithmetic"})
@@ -329,20 +331,20 @@ def test_two_tasks_are_told_by_their_names_and_the_page_says_so(sweep: Path, pri
     assert "The runs are of 2 tasks, arithmetic, gsm8k: compare arms of one task." in text
 
 
-def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:
+def test_throughputs_of_the_paper_become_a_ratio_and_rows_a_pipe_table() -> None:
     claims = {claim.name: claim for claim in CLAIMS}
     speed = claims["rollout_throughput"]
     assert speed.contrasts[0].printed == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
     assert pipe_table([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
 
 
-def test_the_page_has_every_measure_that_a_claim_can_name() -> None:
+def test_docs_verdicts_has_every_measure_that_a_claim_can_name() -> None:
     page = (Path(__file__).parents[3] / "docs" / "verdicts.md").read_text(encoding="utf-8")
     rows = page.partition("### Measures")[2].partition("###")[0].splitlines()
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")} >= {*MEASURES}
 
 
-def test_the_page_has_every_claim_with_its_family_sweep_and_guardrail() -> None:
+def test_docs_verdicts_has_every_claim_with_its_family_sweep_and_guardrail() -> None:
     page = (Path(__file__).parents[3] / "docs" / "verdicts.md").read_text(encoding="utf-8")
     claims, guardrails = page.partition("## The claims")[2].split("Guardrails, of the treated arm")
     rows = {line.split("`")[1]: line for line in claims.splitlines() if line.startswith("| `")}

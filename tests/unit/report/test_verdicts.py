@@ -1,4 +1,4 @@
-"""Verdicts on claims: their error rates where the truth is known, what they are about, and what they say of a gap."""
+"""Verdicts on claims: error rates under a known truth, the arms that are compared, reasons and measures."""
 
 import math
 from collections.abc import Callable
@@ -41,8 +41,8 @@ def test_a_wrong_verdict_is_as_rare_as_stated(kind: str, effect: float, wrong: s
 
 
 @pytest.mark.slow
-def test_arms_that_are_alike_at_their_best_learning_rates_are_told_apart_as_rarely_as_stated() -> None:
-    """In one contrast a sign is shown exactly if the interval of 95% does not hold 0."""
+def test_equal_arms_at_their_best_learning_rates_are_told_apart_as_rarely_as_stated() -> None:
+    """A single contrast shows a sign exactly if its 95% interval does not contain 0."""
     repeats, wrong = 150, {"supported", "too small to matter", "reversed"}
     share = np.mean([bool(found & wrong) for found in shown("best", 0, repeats)])
     assert share <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / repeats)
@@ -54,16 +54,16 @@ def test_arms_that_are_alike_at_their_best_learning_rates_are_told_apart_as_rare
     [("scalar", 0.02, "supported", 0.95), ("scalar", 0, "excluded", 0.95), ("scalar", -0.02, "reversed", 0.95),
      ("equal", 0, "supported", 0.95), ("equal", 0.04, "excluded", 0.9), ("graded", 0.08, "supported", 0.8)],
 )  # fmt: skip
-def test_an_effect_that_is_there_is_found(kind: str, effect: float, right: str, power: float) -> None:
+def test_a_true_effect_is_found_often_enough(kind: str, effect: float, right: str, power: float) -> None:
     assert np.mean([right in found for found in shown(kind, effect, 40, QUIET)]) >= power
 
 
 def test_p_values_are_corrected_by_holm() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # 4, 3, 2, 1 times; no falling
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # times 4, 3, 2, 1; never falling
     assert holm([0.6, 0.7]) == [1, 1]
 
 
-def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() -> None:
+def test_the_best_learning_rate_of_a_seed_is_chosen_by_the_other_seeds() -> None:
     claim = replace(SCALAR, contrasts=SCALAR.contrasts[:1], best_of=LEARNING_RATE)
     contrast = claim.contrasts[0]
 
@@ -76,9 +76,9 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     runs += [of(dict(contrast.treated_settings), "1", seed, 0.3 + seed / 100) for seed in range(3)]
     runs += [of(dict(contrast.treated_settings), "2", seed, (0.9, 0.2, 0.2)[seed]) for seed in range(3)]
     (row,) = verdicts(claim, runs)
-    # Seed 0's own luck at rate 2 is not taken for it; the others see it, and take rate 2.
+    # Seed 0's luck at rate 2 does not count for seed 0. The other seeds see it and take rate 2.
     assert row.numbers.at_least[:, 0] == pytest.approx([0.0, 0.2 - 0.31, 0.2 - 0.32])
-    (row,) = verdicts(replace(claim, direction=-1), runs)  # of a measure that should fall, the lowest is best
+    (row,) = verdicts(replace(claim, direction=-1), runs)  # the lowest is best if the measure should fall
     assert row.numbers.at_least[:, 0] == pytest.approx([0.3 - 0.9, 0.0, 0.0])
     best = [of(dict(contrast.treated_settings), "3", seed, 1.0) for seed in range(3)]
     (row,) = verdicts(claim, runs + best)  # also at a rate that the other arm lacks
@@ -90,11 +90,11 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     (row,) = verdicts(
         claim, [run for run in runs if run.value("format.name") != base or run.value(LEARNING_RATE) == "1"]
     )
-    assert "has one value of optim.learning_rate" in row.why, "one arm's best would stand beside no choice"
+    assert "has one value of optim.learning_rate" in row.why, "the other arm had no choice"
 
 
 def test_a_seed_that_changes_the_choice_of_the_best_widens_the_interval() -> None:
-    """The jackknife: everything is measured again without each seed, the choice included."""
+    """The jackknife measures everything again without each seed, and chooses again, too."""
     contrast, at_rate = BEST.contrasts[0], {RATES[0]: (0.6, 0.1, 0.2), RATES[1]: (0.3, 0.3, 0.4)}
     runs = [
         record({**settings, LEARNING_RATE: rate}, seed, value if settings is contrast.treated_settings else 0.0)
@@ -104,9 +104,9 @@ def test_a_seed_that_changes_the_choice_of_the_best_widens_the_interval() -> Non
     ]
     (row,) = verdicts(replace(BEST, guardrail=Guardrail("entropy_first", 0.1)), runs)
     assert row.numbers.at_least[:, 0] == pytest.approx([0.3, 0.1, 0.2])
-    # Of two seeds each is at the rate that is better in the other: without seed 0 both are at the second rate.
+    # Each of two seeds takes the rate that is better in the other: without seed 0 both take the second rate.
     without = [(0.3 + 0.4) / 2, (0.3 + 0.2) / 2, (0.3 + 0.1) / 2]
-    variance = 2 / 3 * sum((mean - sum(without) / 3) ** 2 for mean in without)  # of the mean of three seeds
+    variance = 2 / 3 * sum((mean - sum(without) / 3) ** 2 for mean in without)  # variance of the mean of three seeds
     assert row.numbers.variances[0] == pytest.approx(3 * variance)
     half = t.ppf(0.975, 2) * math.sqrt(variance)
     assert row.numbers.effect == pytest.approx((0.2, 0.2 - half, 0.2 + half))
@@ -117,8 +117,8 @@ def test_a_seed_that_changes_the_choice_of_the_best_widens_the_interval() -> Non
     assert two[0].why == "seeds that both arms have: 2, of 3 that are needed"
 
 
-def test_the_guardrail_is_measured_where_the_claims_own_measure_is_best() -> None:
-    """At its best learning rate for entropy the treated arm is less accurate; at the other it would hold."""
+def test_the_guardrail_is_measured_at_the_rate_that_is_best_for_the_claims_measure() -> None:
+    """At its best learning rate for entropy the treated arm is less accurate. At the other rate it is not."""
     (contrast,), runs = BEST.contrasts, list[Run]()
     for rate, entropy, accuracy in ((RATES[0], 0.6, 0.2), (RATES[1], 0.4, 0.8)):
         treated, control = (
@@ -140,7 +140,7 @@ def few(seeds: int = 4, effect: float = 0.1, claim: Claim = SCALAR) -> list[Run]
     )
 
 
-def test_configurations_that_differ_otherwise_are_never_pooled() -> None:
+def test_arms_that_also_differ_in_another_setting_are_not_compared() -> None:
     def moved(one: Run) -> Run:
         is_base = one.value("format.name") == "bf16"
         settings = one.settings | ({LEARNING_RATE: "0.1"} if is_base else {})
@@ -152,7 +152,7 @@ def test_configurations_that_differ_otherwise_are_never_pooled() -> None:
         "no two arms are equal but for what is compared: the nearest two differ in optim.lear"
     )
     both = verdicts(SCALAR, few() + [moved(one) for one in few() if one.value("format.name") == "bf16"])
-    assert len(both) == 3  # the arm at another rate has no partner, and is left alone
+    assert len(both) == 3  # the arm at another rate has no partner and no row
     farther = [
         replace(one, settings=one.settings | {"lora.rank": "64"})
         for one in map(moved, few())
@@ -162,23 +162,23 @@ def test_configurations_that_differ_otherwise_are_never_pooled() -> None:
     assert why.endswith("the nearest two differ in optim.learning_rate")
 
 
-def test_an_arm_that_never_finished_takes_no_part() -> None:
-    """Not even beside a finished arm with the same settings otherwise."""
+def test_an_arm_without_a_finished_run_changes_no_verdict() -> None:
+    """A finished arm at the same learning rate does not change this."""
     rows = verdicts(SCALAR, few())
     changes = {LEARNING_RATE: "0.1"}
     other = [replace(one, settings=one.settings | changes) for one in few()]
     stopped = [one if one.value("format.name") == "bf16" else replace(one, status="interrupted") for one in other]
     assert [row.verdict for row in verdicts(SCALAR, few() + stopped)] == [row.verdict for row in rows]
     started = [replace(one, status="interrupted") for one in few() if one.value("format.name") == "bf16"]
-    assert all(row.lacks_runs for row in verdicts(SCALAR, started)), "no run of the arms beside it"
+    assert all(row.lacks_runs for row in verdicts(SCALAR, started)), "the other arms have no run"
 
 
-def test_rows_of_arms_at_their_own_best_learning_rate_are_labelled_with_none() -> None:
+def test_rows_of_arms_at_their_best_learning_rates_name_no_rate() -> None:
     def of(rate: str, rank: str) -> list[Run]:
         own = {LEARNING_RATE: rate, "lora.rank": rank}
         return [replace(one, settings=one.settings | own) for one in few()]
 
-    rates = {"16": ("0.1", "0.2"), "32": ("0.2", "0.3")}  # by rank; each has a grid of its own
+    rates = {"16": ("0.1", "0.2"), "32": ("0.2", "0.3")}  # each rank has its own grid of rates
     made = [one for rank, own in rates.items() for rate in own for one in of(rate, rank)]
     rows = verdicts(replace(SCALAR, best_of=LEARNING_RATE), made)
     assert [row.context for row in rows[:2]] == [(("lora.rank", "16"),), (("lora.rank", "32"),)]
@@ -199,7 +199,7 @@ def test_only_shared_seeds_and_questions_count() -> None:
     assert (row.numbers.seeds, row.numbers.questions, row.finished) == (3, 100, (4, 3))
 
 
-# --- what is said
+# --- guardrails and the text of a verdict
 
 
 def less_accurate(made: Run, lost: float) -> pd.Series:
@@ -208,7 +208,7 @@ def less_accurate(made: Run, lost: float) -> pd.Series:
 
 
 def other_answers(made: Run, amount: float) -> pd.Series:
-    """Every seed and question has the same mean of treated less control, and the answers differ by `amount`."""
+    """Return accuracies that differ between arms by `amount`, with alternating signs over questions and seeds."""
     values = made.accuracy["after"] * 0
     if made.value("format.name") != "nvfp4":
         return values
@@ -216,7 +216,7 @@ def other_answers(made: Run, amount: float) -> pd.Series:
 
 
 def asked_others(made: Run, shared: int) -> pd.Series:
-    """The data changed between the two arms: nothing is paired, and the claim's own measure still is."""
+    """Rename all but `shared` questions of the treated arm, so that they have no pair; the claim's measure has."""
     values = made.accuracy["after"]
     if made.value("format.name") != "nvfp4":
         return values
@@ -227,7 +227,7 @@ def asked_others(made: Run, shared: int) -> pd.Series:
     (less_accurate, 0.0, "held"), (less_accurate, 0.1, "broken"), (less_accurate, 0.02, "open"),
     (other_answers, 0.01, "held"), (other_answers, 1.0, "open"), (asked_others, 0, "open"), (asked_others, 1, "open"),
 ])  # fmt: skip
-def test_a_guardrail_is_said_beside_the_verdict(
+def test_a_verdict_says_the_state_of_its_guardrail(
     change: Callable[[Run, float], pd.Series], amount: float, state: str
 ) -> None:
     railed = replace(SCALAR, guardrail=Guardrail("accuracy_after", 0.02), contrasts=SCALAR.contrasts[:1])
@@ -236,7 +236,7 @@ def test_a_guardrail_is_said_beside_the_verdict(
     assert (f"guardrail accuracy_after is {state}" in row.why) == (state != "held")
 
 
-def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
+def test_a_contrast_is_tested_at_the_level_of_its_family() -> None:
     rows = verdicts(SCALAR, few())
     for p_values, supported in (((0.02, 0.02, 0.02), 0), ((0.008, 0.02, 0.02), 1), ((0.001, 0.012, 0.02), 3)):
         given = [
@@ -249,7 +249,9 @@ def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
 @pytest.mark.parametrize(("effect", "verdict"), [
     (0.1, "supported"), (0.008, "too small to matter"), (0.0, "excluded"), (-0.1, "reversed"),
 ])  # fmt: skip
-def test_a_verdict_says_whether_the_effect_is_there_matters_or_has_the_other_sign(effect: float, verdict: str) -> None:
+def test_a_verdict_says_whether_an_effect_matters_is_too_small_is_absent_or_reversed(
+    effect: float, verdict: str
+) -> None:
     assert verdicts(SCALAR, few(8, effect=effect))[0].verdict == verdict
 
 
@@ -268,7 +270,7 @@ def test_a_row_says_whether_its_interval_holds_the_papers_value() -> None:
         assert of_paper_text(verdicts(SCALAR, few(8, effect=effect))[0]) == f"+0.034 (Figure 5 7B, +-0.004, {said})"
 
 
-def test_seeds_that_agree_to_the_digit_are_judged_by_their_number() -> None:
+def test_seeds_without_any_spread_are_judged_by_their_number() -> None:
     assert p_above(0.1, (0.0, 0.0), 5, 1) == 2**-5
     assert p_above(0.1, (0.0, 0.0), 5, 1, null=0.1) == 1.0
 
@@ -283,7 +285,7 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
     runs = []
     for job in plan.jobs:
         values = {name: str(value) for name, _, value in leaves(job.config)}
-        metrics = [] if job.config.scale == "pocket" else ["memory/gpu_peak_gib"]  # which only a GPU has
+        metrics = [] if job.config.scale == "pocket" else ["memory/gpu_peak_gib"]  # a metric of GPUs only
         runs.append(run_from(values, name=str(job.number), status=FINISHED, ended=0, code="", metrics=metrics))
     for claim in (claim for claim in CLAIMS if claim.sweep == grid):
         for contrast in claim.contrasts:
@@ -295,7 +297,7 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
 
 
 def curve(experiment: str, seed: int, shares: list[float]) -> Run:
-    """A run with these shares of right answers, step by step."""
+    """Return a run with these shares of right answers, step by step."""
     own = {"format.name": experiment, "aqn.schedule": "off"}
     steps = pd.DataFrame({"reward/answer": shares}, index=range(1, len(shares) + 1))
     return replace(record(own, seed, 0.3), steps=steps)
@@ -310,7 +312,7 @@ def test_measures_of_a_curve() -> None:
     assert MEASURES["answers_last"].of([fast], [slow]).loc[0, "run"] == pytest.approx(0.8)
     steps = MEASURES["steps_to_half"].of
     assert [steps([run], [slow]).loc[0, "run"] for run in (slow, fast)] == [3, 2]  # half of the slow one's rise is 0.25
-    assert steps([flat], [slow]).loc[1, "run"] == 5  # never: more than it had
+    assert steps([flat], [slow]).loc[1, "run"] == 5  # never reached: one more than its steps
     gain = MEASURES["answers_gain"].of
     assert [gain([run], [slow]).loc[0, "run"] for run in (slow, fast)] == pytest.approx([0.3, 0.6])
     with pytest.raises(Unmeasured, match="no rise to be half of"):
@@ -321,23 +323,23 @@ def test_measures_of_a_curve() -> None:
     for name in ("answers_mean", "answers_last", "answers_gain"):
         assert MEASURES[name].of([evaluated], []).equals(MEASURES[name].of([slow], []))
     worse = replace(flat, settings=slow.settings | {"optim.learning_rate": "0.1"})
-    assert steps([slow], [slow, worse, worse]).loc[0, "run"] == 3  # the rise is that at the control's best rate
+    assert steps([slow], [slow, worse, worse]).loc[0, "run"] == 3  # the rise is measured at the control's best rate
 
 
 @pytest.mark.parametrize("entropy", [math.nan, math.inf])
-def test_a_number_that_is_none_is_no_measure(entropy: float) -> None:
+def test_a_measure_that_is_not_finite_is_refused(entropy: float) -> None:
     with pytest.raises(Unmeasured, match="not finite"):
         MEASURES["entropy_first"].of([record({}, 0, 0.3), record({}, 1, entropy)], [])
 
 
-def test_accuracy_is_no_measure_of_an_arm_where_one_run_was_not_evaluated() -> None:
+def test_accuracy_is_not_measured_if_one_run_of_an_arm_was_not_evaluated() -> None:
     runs = [record({}, 0, 0.3), replace(record({}, 1, 0.3), accuracy={})]
     with pytest.raises(Unmeasured, match="runs without held-out evaluation"):
         MEASURES["accuracy_after"].of(runs, [])
 
 
-def test_one_lucky_first_batch_is_no_half_of_the_rise() -> None:
-    """A window counts when it is whole: its steps here are two of 20."""
+def test_one_lucky_first_batch_does_not_reach_half_of_the_rise() -> None:
+    """Only whole windows count. Here a window is two of 20 steps."""
     rising = [0.1 * step for step in range(20)]
     lucky = [1.7, *rising[1:]]
     steps = MEASURES["steps_to_half"].of([curve("bf16", 0, lucky)], [curve("bf16", 0, rising)])
@@ -345,9 +347,9 @@ def test_one_lucky_first_batch_is_no_half_of_the_rise() -> None:
 
 
 def steps_claim(treated: list[int], control: list[int]) -> Row:
-    """The verdict of growth_steps on NVFP4, where each seed steps from 0 to 1 after so many of 10 steps; 10: never.
+    """Return growth_steps' row for NVFP4. Each seed goes from 0 to 1 after the given number of 10 steps; 10: never.
 
-    One more run of the control has the rise, so that those that never get there can be the control's too.
+    One more run of the control rises, so that all other runs of the control may be ones that never do.
     """
     claim = replace(BY_NAME["growth_steps"], contrasts=BY_NAME["growth_steps"].contrasts[:1], guardrail=None)
 
@@ -358,9 +360,9 @@ def steps_claim(treated: list[int], control: list[int]) -> Row:
     return verdicts(claim, [*of("nvfp4", treated), *of("bf16", control), rise])[0]
 
 
-def test_a_run_that_never_gets_there_is_a_bound_and_no_number() -> None:
+def test_a_run_that_never_reaches_half_of_the_rise_is_a_bound_and_not_a_number() -> None:
     exact = [1, 2, 1, 2, 1]
-    assert steps_claim([9] * 5, exact).numbers.censored == 0  # there in the last step
+    assert steps_claim([9] * 5, exact).numbers.censored == 0  # reached in the last step
     never = steps_claim([10] * 5, exact).numbers
     assert (never.censored, never.effect[2]) == (5, math.inf)
     assert never.effect[1] > 1
@@ -386,7 +388,7 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
     ]
     unfinished = replace(record(dict(contrast.control_settings) | {LEARNING_RATE: "3"}, 0, 0.3), status="interrupted")
     row = verdicts(claim, [*runs, unfinished])[0]
-    assert row.numbers.at_least[:, 0] == pytest.approx([0.2, 0.4, 0.6])  # by seed the mean of 1 and 3 times 0.1
+    assert row.numbers.at_least[:, 0] == pytest.approx([0.2, 0.4, 0.6])  # the mean of 0.1 and 0.3, times 1 + seed
     assert dict(row.conditions)[LEARNING_RATE] == "mean over 1, 2"
     single = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])[0]
     assert single.why == "the arms share no two values of optim.learning_rate to take the mean over"
@@ -395,12 +397,12 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
 
 
 def test_seeds_that_agree_by_luck_decide_nothing() -> None:
-    """Their means agree better than their answers allow, and better than the means of the other contrasts."""
+    """The means of the seeds agree better than the answers allow, and better than the means of the other contrasts."""
     claim = replace(GRADED, contrasts=GRADED.contrasts * 2)
     rows = verdicts(claim, held_out_arms(GRADED, 0.05, 4, np.random.default_rng(0)))
     numbers = rows[0].numbers
     values = numbers.at_least
-    alike = values - (values.mean(1)[:, None] - values.mean())  # every seed has one mean
+    alike = values - (values.mean(1)[:, None] - values.mean())  # all seeds have the same mean
     assert variance_components(alike)[0] < 1e-20 < variance_components(alike, floored=True)[0]
     lucky = replace(rows[0], numbers=replace(numbers, variances=variance_components(alike, floored=True)))
     noisy, wild = (replace(rows[1], numbers=replace(numbers, variances=(of_seeds, 0.0))) for of_seeds in (0.04, 0.4))
@@ -408,7 +410,7 @@ def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     assert found == pytest.approx([0.04, 0.04, 0.4], abs=1e-3), "a median, which one wild contrast does not raise"
 
 
-def test_a_question_is_passed_where_one_sample_is_right() -> None:
+def test_a_question_is_passed_if_one_sample_is_right() -> None:
     found = record({}, 0, 0.3, np.array([0.0, 0.5, 1.0, 0.5]))
     assert MEASURES["pass_after"].of([found], [found]).loc[0].tolist() == [0, 1, 1, 1]
     single = replace(found, settings=found.settings | {"eval.samples": "1"})
@@ -423,7 +425,7 @@ def test_a_question_that_a_seed_was_not_asked_is_missing_and_not_failed() -> Non
 
 @pytest.mark.parametrize("measure", ["rollout_throughput", "step_throughput"])
 def test_throughput_of_runs_beside_others_decides_nothing(measure: str) -> None:
-    """Eight small jobs on a card measure each other, and so do two on the cores of a machine."""
+    """Jobs that share a card or the cores of a machine slow each other."""
     alone = replace(
         record({"device": "cuda"}, 0, 0.3), summary={"rollout_tokens_per_second": 100.0, "tokens_per_second": 50.0}
     )
