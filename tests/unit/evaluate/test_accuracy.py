@@ -1,4 +1,4 @@
-"""The held-out evaluation: what is asked, with which draw, and what it says."""
+"""The held-out evaluation: its questions, its draw, and its rows and metrics."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ from waiting import wait_for
 
 @dataclass
 class Recording:
-    """An engine that answers nothing of use and remembers how it was asked."""
+    """An engine that gives one token as every answer and records how it was asked."""
 
     asked: list[tuple[list[list[int]], Sampling]] = field(default_factory=list)
 
@@ -36,13 +36,13 @@ def asked(policy: Policy, *configurations: Any) -> list[tuple[list[list[int]], S
     return engine.asked
 
 
-def test_no_part_of_a_reward_can_be_called_like_a_column(policy, tiny) -> None:
+def test_no_part_of_a_reward_can_have_the_name_of_a_column(policy, tiny) -> None:
     cfg = tiny()
     rows = evaluate(Recording(), policy, tasks.load(cfg.task), cfg, range(2), 1)
     assert {*rows.columns} <= {*get_args(module_file.Column), *module_file.PARTS}
 
 
-def test_a_slow_grader_is_said_to_be_at_work(policy, tiny, monkeypatch, capsys) -> None:
+def test_the_terminal_says_that_a_slow_grader_is_at_work(policy, tiny, monkeypatch, capsys) -> None:
     cfg = tiny()
     task = tasks.load(cfg.task)
 
@@ -57,7 +57,7 @@ def test_a_slow_grader_is_said_to_be_at_work(policy, tiny, monkeypatch, capsys) 
 
 
 def test_the_draw_follows_the_seed_of_the_run_and_nothing_else(policy, tiny) -> None:
-    """Arms and phases of a seed share it; two seeds do not, so that an interval over seeds holds the draw's share."""
+    """Arms and phases of a seed share the draw. Two seeds do not, so an interval over seeds includes its variance."""
     arm, other = tiny(seed=1), tiny(seed=1, format__name="nf4", optim__learning_rate=0.5, aqn__schedule="linear")
     same, again, twin, next_seed = asked(policy, arm, arm, other, tiny(seed=2))
     assert same == again == twin
@@ -65,8 +65,8 @@ def test_the_draw_follows_the_seed_of_the_run_and_nothing_else(policy, tiny) -> 
     assert same[1].seed != next_seed[1].seed
 
 
-def test_no_draw_is_that_of_a_rollout_or_of_another_seed() -> None:
-    """Rollouts are seeded with seed * 1,000,003 + step, from step 1. Torch on a CPU takes the lower 32 bits alone."""
+def test_no_evaluation_has_the_draw_of_a_rollout_or_of_another_seed() -> None:
+    """Rollouts are seeded with seed * 1,000,003 + step, from step 1. Torch on a CPU takes only the lower 32 bits."""
     seeds = range(20)
     draws = set(map(evaluation_seed, seeds))
     assert len(draws) == 20
@@ -75,14 +75,14 @@ def test_no_draw_is_that_of_a_rollout_or_of_another_seed() -> None:
     assert not draws & (rollouts | set(seeds))
 
 
-def test_the_sampling_is_that_of_eval_and_not_of_the_rollout(policy, tiny) -> None:
+def test_the_sampling_follows_eval_and_not_rollout(policy, tiny) -> None:
     cfg = tiny(eval__temperature=0.3, eval__top_p=0.8, rollout__temperature=1.5, eval__questions=3)
     ((prompts, sampling),) = asked(policy, cfg)
     assert (len(prompts), sampling.temperature, sampling.top_p, sampling.max_tokens) == (3, 0.3, 0.8, 16)
 
 
-def test_a_policy_that_did_not_change_gains_exactly_nothing(policy, tiny) -> None:
-    """And what was sampled in between, as training does, does not matter."""
+def test_an_unchanged_policy_gains_exactly_nothing(policy, tiny) -> None:
+    """Sampling in between, as training does, changes nothing."""
     cfg = tiny()
     engine, task = TransformersEngine(policy, batch_size=8), tasks.load(cfg.task)
     size = range(cfg.eval.questions), cfg.eval.samples
@@ -97,7 +97,7 @@ def test_a_policy_that_did_not_change_gains_exactly_nothing(policy, tiny) -> Non
 
 
 class Scripted(Recording):
-    """An engine that answers what it is given: `texts_P_G` in the tokens of a policy, `cut` those of some indices."""
+    """An engine that answers `texts_P_G` in the tokens of a policy. The answers at the indices in `cut` are cut off."""
 
     def __init__(self, policy: Policy, texts_P_G: list[list[str]], cut: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
     assert rows["tokens"].tolist() == [sum(len(policy.tokenizer(t)["input_ids"]) for t in g) / 2 for g in texts]
 
 
-def test_thinking_that_the_prompt_has_opened_is_part_of_what_is_graded(policy, tiny) -> None:
-    """As with DeepSeek-R1's distills; an answer inside of the thinking is none."""
+def test_thinking_that_the_prompt_opens_is_graded_with_the_completion(policy, tiny) -> None:
+    """Prompts of DeepSeek-R1's distilled models open the thinking. An answer inside the thinking does not count."""
     opening = copy.deepcopy(policy.tokenizer)
     opening.chat_template += "<think>\n"
     learner, task = replace(policy, tokenizer=opening), tasks.load(tiny().task)
@@ -138,7 +138,7 @@ def test_thinking_that_the_prompt_has_opened_is_part_of_what_is_graded(policy, t
 
 
 def test_completions_that_were_cut_are_graded_and_counted(policy, tiny) -> None:
-    """A right answer before the cut is right. How many were cut stands beside the accuracy."""
+    """A right answer before the cut is right. The number of cut ones stands beside the accuracy."""
     cfg = tiny(eval__questions=2, eval__samples=2)
     task = tasks.load(cfg.task)
     first, second = (f"<answer>{question.answer}</answer>" for question in task.heldout[:2])
@@ -157,10 +157,12 @@ def test_a_row_has_every_score_of_the_task(policy, tiny) -> None:
 
 
 def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
-    """Recording gives none, and completions of one token."""
+    """`Recording` gives no entropy, and completions of one token."""
     cfg = tiny()
     rows = evaluate(Recording(), policy, tasks.load(cfg.task), cfg, range(2), 1)
     assert "eval/entropy_nats" not in metrics(rows)
     known = rows.assign(entropy_nats=[0.25, 0.75], tokens=[1, 3])
     assert metrics(known) == metrics(rows.assign(tokens=[1, 3])) | {"eval/entropy_nats": 0.25}
-    assert math.isnan(metrics(rows.assign(entropy_nats=[0.25, math.nan]))["eval/entropy_nats"]), "no mean of the rest"
+    assert math.isnan(metrics(rows.assign(entropy_nats=[0.25, math.nan]))["eval/entropy_nats"]), (
+        "not the mean of the known ones"
+    )

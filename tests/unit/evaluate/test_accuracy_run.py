@@ -1,4 +1,4 @@
-"""`python -m qerl_lab.evaluate accuracy`: what is loaded, what is asked, what is refused, what is written."""
+"""`python -m qerl_lab.evaluate accuracy`: models, questions, refusals, and the files that it writes."""
 
 import json
 import os
@@ -41,7 +41,7 @@ AIME = '{"problem": "What is 1+1?", "answer": "2", "id": 1}\n'
 
 @pytest.fixture(scope="module")
 def run_dir(tiny, build_policy, tmp_path_factory) -> Path:
-    """A finished run in NVFP4, evaluated at temperature 1, at most 16 tokens, whose adapter is far from zero."""
+    """Make a finished run in NVFP4 with an adapter far from zero, evaluated at temperature 1 and at most 16 tokens."""
     cfg = tiny(format__name="nvfp4", rollout__batch_size=8, eval__temperature=1.0, eval__top_p=1.0, eval__samples=3)
     directory = RunDirectory(tmp_path_factory.mktemp("runs"))
     cfg.run_dir = str(directory.path)
@@ -59,13 +59,13 @@ def read(out: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     return pd.read_parquet(out / ROWS), json.loads((out / ABOUT).read_text())
 
 
-def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy, tmp_path, capsys) -> None:
-    """The rows are those of the policy that the run ended with, sampled directly, the same draw."""
+def test_a_run_is_evaluated_with_its_adapter_and_without_noise(run_dir, build_policy, tmp_path, capsys) -> None:
+    """The rows equal direct samples of the run's final policy with the same draw."""
     out = tmp_path / "out"
     assert go(f"run={run_dir}", "questions=4", "samples=2", f"out={out}") == 0
     rows, about = read(out)
     cfg = RunDirectory(run_dir).config()
-    learner = build_policy(cfg)  # draws the same adapter as the run's
+    learner = build_policy(cfg)  # draws the same adapter as the run
     task = tasks.load(cfg.task)
     prompts = [learner.chat.prompt_ids(task.messages(question)) for question in task.heldout[:4]]
     sampling = Sampling(16, accuracy_run.evaluation_seed(0, "arithmetic", 0), 1.0, 1.0)
@@ -83,10 +83,10 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
 
 
 @pytest.mark.parametrize(("held_by_others", "jobs"), [(0.5, 1), (3.0, 4)])  # GiB, with the context of this process
-def test_a_run_that_shared_its_gpu_is_evaluated_with_all_of_it_if_no_other_process_is_there(
+def test_a_run_that_shared_its_gpu_is_evaluated_with_the_whole_gpu_if_no_other_process_uses_it(
     held_by_others: float, jobs: int, tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two evaluations that start at once each sees the other, because they look after their models are loaded."""
+    """Two evaluations that start at once see each other, because they look after they have loaded their models."""
     asked, others = [], [0.0]
     sharing = subject.Subject("a run", tiny(device="cuda", jobs_per_gpu=4))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int((76 - others[-1]) * GIB), 80 * GIB))
@@ -107,14 +107,14 @@ def test_a_run_that_shared_its_gpu_is_evaluated_with_all_of_it_if_no_other_proce
     assert asked == [jobs]
 
 
-def test_questions_of_a_model_alone_have_the_context_that_completions_leave() -> None:
+def test_prompts_of_a_model_may_fill_the_context_that_completions_leave() -> None:
     for typed, longest in ((None, 1024), (1500, 1500)):
         options = AccuracyOptions(model="pocket", max_completion_tokens=typed, device="cpu")
         lengths = subject.resolve_subject(options).cfg.rollout
         assert (lengths.max_prompt_tokens, lengths.max_completion_tokens) == (2048 - longest, longest)
 
 
-def test_a_template_that_prints_the_date_gives_a_model_alone_the_same_prompts_on_every_day(tmp_path: Path) -> None:
+def test_a_template_that_prints_the_date_gives_a_model_the_same_prompts_every_day(tmp_path: Path) -> None:
     """Otherwise an evaluation that continues tomorrow would mix two prompts."""
     model = shutil.copytree(ASSETS, tmp_path / "dated")
     template = model / "chat_template.jinja"
@@ -136,7 +136,7 @@ def test_the_released_codes_grading_counts_the_first_character(run_dir, tmp_path
     assert accuracy_run.same_first_character(["no answer"], [""]) == [0]
 
 
-def test_a_run_is_asked_as_it_evaluates_itself_unless_another_sampling_is_typed(run_dir, tmp_path, capsys) -> None:
+def test_a_run_is_evaluated_with_its_own_sampling_unless_another_is_typed(run_dir, tmp_path, capsys) -> None:
     assert go(f"run={run_dir}", "questions=2", f"out={tmp_path / 'own'}") == 0
     (own,) = read(tmp_path / "own")[1]["results"]
     assert (own["sampling"], own["samples"]) == ("temperature 1, top-p 1, 16 tokens", 3)
@@ -162,12 +162,12 @@ def test_each_typed_option_replaces_the_value_of_the_run(run_dir) -> None:
     assert asked(**typed) == tuple(typed.values())
 
 
-def test_a_benchmark_is_asked_as_the_run_asks_its_own_task_or_as_its_file_says() -> None:
+def test_a_benchmark_has_the_instruction_of_the_run_unless_its_own_file_has_one() -> None:
     own = TaskConfig(name="gsm8k", path="/a", instruction="mine")
     assert subject.task_config(own, "gsm8k", None) == own
     assert subject.task_config(own, "gsm8k", "/b") == replace(own, path="/b")
     math, arithmetic = (subject.task_config(own, name, None) for name in ("math500", "arithmetic"))
-    assert (math.path, math.instruction) == (None, "mine"), "its file has no instruction"
+    assert (math.path, math.instruction) == (None, "mine"), "the file of math500 has no instruction"
     assert arithmetic.instruction.startswith("Reply as <think>")
     (brief,) = subject.load_benchmarks(AccuracyOptions(benchmarks=["arithmetic"], instruction=""), RunConfig())
     assert brief.messages(brief.heldout[0]) == [{"role": "user", "content": brief.heldout[0].prompt}]
@@ -180,7 +180,7 @@ def test_a_directory_that_no_evaluation_made_is_never_replaced(run_dir, tmp_path
     assert kept.read_text() == "mine"
 
 
-def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, capsys) -> None:
+def test_every_configuration_has_its_own_directory_and_is_evaluated_once(run_dir, capsys) -> None:
     words = [f"run={run_dir}", "questions=3", "samples=1"]
     for further, count in (([], 1), (["temperature=0"], 2), ([], 2)):
         assert go(*words, *further) == 0
@@ -191,17 +191,17 @@ def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, ca
     assert f"out={first} exists. Type another out, or overwrite=true" in capsys.readouterr().err
     assert go(*words, "seed=7", f"out={first}", "overwrite=true") == 0
     about = read(first)[1]
-    assert (about["identity"]["seed"], about["run_seed"]) == (7, 0)  # the draw's, and the run's own
+    assert (about["identity"]["seed"], about["run_seed"]) == (7, 0)  # the seed of the draw, and the seed of the run
     assert (about["arm"]["aqn.schedule"], "seed" in about["arm"]) == ("off", False)
-    (first / ABOUT).write_text(json.dumps(about | {"schema": 1}))  # of an older version: asked again
+    (first / ABOUT).write_text(json.dumps(about | {"schema": 1}))  # an older version's is evaluated again
     assert go(*words, "seed=7", f"out={first}") == 2
     assert go(*words, "seed=7", f"out={first}", "overwrite=true") == 0
     assert read(first)[1]["schema"] == SCHEMA
     shutil.rmtree(run_dir / "evaluations")
 
 
-def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, build_policy, tmp_path) -> None:
-    """Its logits are those of the packed base to rounding in bfloat16, and not to the bit."""
+def test_the_common_engine_has_the_dequantized_base_with_the_adapter(run_dir, build_policy, tmp_path) -> None:
+    """Its logits equal the packed base's up to rounding in bfloat16, and not bit for bit."""
     found = subject.resolve_subject(AccuracyOptions(run=str(run_dir), device="cpu"))
     own = subject.load_policy(found)
     ids = torch.tensor([own.chat.prompt_ids([{"role": "user", "content": "Ann has 2 pens."}])])
@@ -221,8 +221,8 @@ def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, bui
     assert not Path(common.cfg.model.path).exists(), "the copy is gone"
 
 
-def test_two_engines_are_never_in_memory_together(run_dir, tmp_path, monkeypatch) -> None:
-    """The packed base is built twice: for its own engine, and to be dequantized for the common one."""
+def test_no_two_engines_are_in_memory_together(run_dir, tmp_path, monkeypatch) -> None:
+    """The packed base is built twice: for its own engine, and to be dequantized for the common engine."""
     built, alive, build = list[weakref.ref[torch.nn.Module]](), list[int](), policy.build
 
     def build_and_count(cfg: RunConfig, device: torch.device, **given: Any) -> policy.Policy:
@@ -240,7 +240,7 @@ def test_two_engines_are_never_in_memory_together(run_dir, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("common", [True, False])
-def test_a_dense_base_is_asked_once_and_a_note_says_why(tmp_path: Path, common: bool) -> None:
+def test_a_dense_base_is_evaluated_once_and_a_note_says_why(tmp_path: Path, common: bool) -> None:
     words = ["benchmarks=arithmetic", "questions=2", "samples=1", "max_completion_tokens=4", f"common={common}".lower()]
     assert go("model=pocket", *words, f"out={tmp_path / 'out'}") == 0
     rows, about = read(tmp_path / "out")
@@ -248,17 +248,17 @@ def test_a_dense_base_is_asked_once_and_a_note_says_why(tmp_path: Path, common: 
     assert about["notes"] == ["its own engine is the common one: bf16 is dense"] * common
 
 
-def test_a_run_is_asked_on_the_day_on_which_it_started(run_dir, tmp_path) -> None:
-    """As a template may print it."""
+def test_a_run_is_evaluated_with_the_date_on_which_it_started(run_dir, tmp_path) -> None:
+    """A chat template may print the date."""
     copy = shutil.copytree(run_dir, tmp_path / "run")
-    RunDirectory(copy).begin_session(datetime(2020, 5, 5, 12).timestamp())  # of the local day
+    RunDirectory(copy).begin_session(datetime(2020, 5, 5, 12).timestamp())  # in local time
     for adapter in (True, False):
         found = subject.resolve_subject(AccuracyOptions(run=str(copy), adapter=adapter, device="cpu"))
         assert found.day == date(2020, 5, 5)
 
 
-def test_the_seed_of_a_model_alone_is_that_of_its_sampling() -> None:
-    """By it two evaluations of models are paired."""
+def test_a_model_without_a_run_has_the_seed_of_its_sampling() -> None:
+    """Two evaluations of models are paired by this seed."""
     for seed in (None, 3):
         found = subject.resolve_subject(AccuracyOptions(model="pocket", seed=seed, device="cpu"))
         assert (found.run_seed, found.cfg.seed) == (seed or 0, seed or 0)
@@ -292,7 +292,9 @@ def lose_a_matrix(copy: Path) -> None:
         (lambda copy: (copy / "resolved.yaml").unlink(), "is no directory of a run"),
     ],
 )
-def test_a_run_without_a_whole_final_adapter_is_refused(run_dir, tmp_path, capsys, damage: Callable, said: str) -> None:
+def test_a_run_without_a_complete_final_adapter_is_refused(
+    run_dir, tmp_path, capsys, damage: Callable, said: str
+) -> None:
     copy = shutil.copytree(run_dir, tmp_path / "a run")
     damage(copy)
     assert go(f"run={copy}", "questions=2", "samples=1") == 2
@@ -301,7 +303,7 @@ def test_a_run_without_a_whole_final_adapter_is_refused(run_dir, tmp_path, capsy
     assert err.count("\n") == 1
 
 
-def test_several_benchmarks_each_from_its_own_file(tmp_path, capsys) -> None:
+def test_several_benchmarks_are_read_each_from_its_own_file(tmp_path, capsys) -> None:
     (tmp_path / "math.jsonl").write_text(MATH500 + MATH500.replace("a/1", "a/2"))
     (tmp_path / "aime.jsonl").write_text(AIME)
     specs = f"math500:{tmp_path / 'math.jsonl'},aime24:{tmp_path / 'aime.jsonl'},arithmetic"
@@ -320,8 +322,8 @@ def test_several_benchmarks_each_from_its_own_file(tmp_path, capsys) -> None:
     )
 
 
-def test_questions_that_are_too_long_are_counted(capsys, tmp_path) -> None:
-    """Once each, however many engines and samples answer the others."""
+def test_each_question_that_is_too_long_is_counted_once(capsys, tmp_path) -> None:
+    """The count does not depend on how many engines and samples answer the other questions."""
     long = MATH500.replace("a/1", "a/2").replace("$1+1$", "$1+1$ " * 200)
     (tmp_path / "math.jsonl").write_text(MATH500 + long)
     packed = tmp_path / "packed"
@@ -334,12 +336,12 @@ def test_questions_that_are_too_long_are_counted(capsys, tmp_path) -> None:
     assert go(*words, "max_prompt_tokens=4", "overwrite=true") == 2
     refused = capsys.readouterr().err
     assert "max_prompt_tokens=4 leaves out all 2 questions of math500" in refused
-    longest = refused.partition("Type ")[2].rstrip(".\n")  # a question as long as the limit is asked
+    longest = refused.partition("Type ")[2].rstrip(".\n")  # the limit itself is allowed
     assert go(*words, longest, "overwrite=true") == 0
     assert read(tmp_path / "out")[1]["benchmarks"]["math500"]["too_long"] == 0
 
 
-def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys, monkeypatch) -> None:
+def test_a_packed_model_is_evaluated_in_its_own_format(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     packed = tmp_path / "packed"
     assert quantize.main(["model=pocket", "format=mxfp4", "device=cpu", f"out={packed}"]) == 0
@@ -355,8 +357,8 @@ def test_a_packed_model_is_asked_in_its_own_format(tmp_path, capsys, monkeypatch
     assert "is packed in mxfp4, and format=nvfp4 was given. Leave format out, or" in capsys.readouterr().err
 
 
-def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_path, capsys) -> None:
-    """Two evaluations of copies are seeds of one arm; other weights of the same size and time are asked again."""
+def test_a_model_is_identified_by_its_content_and_not_by_path_or_time(tmp_path, capsys) -> None:
+    """Evaluations of copies belong to one arm. Other weights of the same size and time are another model."""
     first, copy = shutil.copytree(ASSETS, tmp_path / "first"), shutil.copytree(ASSETS, tmp_path / "copy")
     os.utime(copy / "model.safetensors", (1, 1))
     words = ["benchmarks=arithmetic", "questions=2", "samples=1", "max_completion_tokens=4", f"out={tmp_path / 'out'}"]
@@ -375,13 +377,13 @@ def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_
 def identity(
     cfg: RunConfig, names: Sequence[str] = (), instruction: str = "", data: Any = None, **options: Any
 ) -> dict[str, Any]:
-    """The settings that tell an evaluation of a run with this configuration from others."""
+    """Return the settings that distinguish an evaluation of a run with this configuration from others."""
     asked = [SimpleNamespace(name=name, instruction=instruction, data=data or {}) for name in names]
     return accuracy_run.identifying_settings(AccuracyOptions(**options), subject.Subject("a run", cfg), asked)
 
 
 def test_an_evaluation_is_another_one_in_every_setting_that_changes_an_answer(tiny, tmp_path) -> None:
-    """Otherwise the answers to some would be printed for others."""
+    """Otherwise answers under other settings would be printed."""
     usual = identity(tiny())
     for key, value in {
         "seed": 1, "rollout__max_prompt_tokens": 255, "rollout__max_completion_tokens": 15, "rollout__batch_size": 3,
@@ -406,10 +408,10 @@ def test_an_evaluation_is_another_one_in_every_setting_that_changes_an_answer(ti
     assert len({*adapters}) == 4
 
 
-def test_small_sets_get_more_samples_unless_somebody_says(tiny) -> None:
+def test_small_benchmarks_get_more_samples_unless_a_number_is_typed(tiny) -> None:
     def samples(temperature: float = 1.0, **options: Any) -> list[int]:
         cfg = tiny(eval__samples=3)
-        cfg.eval.temperature = temperature  # 0 is for this command alone
+        cfg.eval.temperature = temperature  # only this command allows 0
         (counted,) = identity(cfg, ["gsm8k", "aime24", "aime25", "amc23"], **options)["samplings"].values()
         return list(counted.values())
 
@@ -418,8 +420,8 @@ def test_small_sets_get_more_samples_unless_somebody_says(tiny) -> None:
     assert samples(temperature=0.0, samples=2) == [1] * 4
 
 
-def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys, monkeypatch) -> None:
-    """And the command that goes on ends as one that nothing stopped, byte for byte."""
+def test_answers_before_an_engine_failure_are_kept(run_dir, tmp_path, capsys, monkeypatch) -> None:
+    """The continued command ends with the same bytes as a command that nothing stopped."""
     words = [f"run={run_dir}", "questions=8", "samples=2", "temperature=1.0"]
     assert go(*words, f"out={tmp_path / 'whole'}") == 0
     ask, calls = accuracy_run.ask_questions, iter(range(1, 10))
@@ -436,12 +438,12 @@ def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys,
     asked = []
     monkeypatch.setattr(accuracy_run, "ask_questions", lambda *args: asked.append(args) or ask(*args))
     assert go(*words, f"out={tmp_path / 'out'}") == 0
-    assert len(asked) == 1, "two parts of four questions, the first was kept"
+    assert len(asked) == 1, "the first of two parts of four questions was kept"
     assert (tmp_path / "out" / ROWS).read_bytes() == (tmp_path / "whole" / ROWS).read_bytes()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [ROWS, ABOUT]
 
 
-def test_random_answers_of_nan_logits_are_no_result(run_dir, tmp_path, capsys, monkeypatch) -> None:
+def test_nan_logits_end_the_evaluation_without_a_result(run_dir, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(Rollout, "has_nan", True)
     assert go(f"run={run_dir}", "questions=4", f"out={tmp_path / 'out'}") == 1
     said = "error: the sampler's logits are NaN, so the answers to arithmetic would be random."
@@ -449,8 +451,8 @@ def test_random_answers_of_nan_logits_are_no_result(run_dir, tmp_path, capsys, m
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: Path, tiny) -> None:
-    """The file's questions where none is named, and the package's task of that name where one is."""
+def test_a_run_with_its_own_task_file_is_asked_those_questions_or_the_named_benchmarks(tmp_path: Path, tiny) -> None:
+    """If no benchmark is named, the file's questions are asked, otherwise the package's task of that name."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from qerl_lab.tasks import Question\n"

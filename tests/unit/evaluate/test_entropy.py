@@ -1,4 +1,4 @@
-"""Entropy and KL of quantized models on the same tokens: against float64, and as a command."""
+"""Entropy and KL of quantized models on the same tokens: compared with float64, and as a command."""
 
 import copy
 import json
@@ -20,8 +20,8 @@ from qerl_lab.quantize import __main__ as quantize
 SMALL = ["questions=8", "max_completion_tokens=24", "device=cpu"]
 
 
-def test_entropy_and_kl_are_those_of_float64(texts: entropy.Texts) -> None:
-    """Of a model with other weights, over the whole vocabulary, text by text without padding."""
+def test_entropy_and_kl_equal_those_in_float64(texts: entropy.Texts) -> None:
+    """The float64 values are over the whole vocabulary, text by text without padding."""
     other = copy.deepcopy(texts.model)
     generator = torch.Generator().manual_seed(0)
     for parameter in other.parameters():
@@ -42,8 +42,8 @@ def test_entropy_and_kl_are_those_of_float64(texts: entropy.Texts) -> None:
 
 
 @pytest.mark.parametrize("texts_of", [8, 4])
-def test_interval_and_p_value_are_student_s_over_texts(texts_of: int) -> None:
-    """A sign test over four texts could not give less than 0.125, which is the answer where all changes are equal."""
+def test_interval_and_p_value_follow_students_t_over_texts(texts_of: int) -> None:
+    """If all changes are equal, p is that of a sign test, which over four texts cannot be less than 0.125."""
     values = 1 + torch.randn(5 * texts_of, generator=torch.Generator().manual_seed(0)).double()
     of_texts = values.view(texts_of, 5).mean(1).numpy()
     expected = scipy_stats.ttest_1samp(of_texts, 0)
@@ -57,14 +57,14 @@ def test_interval_and_p_value_are_student_s_over_texts(texts_of: int) -> None:
 
 
 def test_forking_tokens_are_the_fifth_with_the_highest_entropy() -> None:
-    """By hand in float64: 3 of 11 tokens."""
+    """The expected means are by hand in float64: 3 of 11 tokens are forking tokens."""
     values = torch.tensor([0.1, 2.0, 0.0, 1.5, 0.3, 0.2, 0.4, 0.5, 1.0, 0.6, 0.7], dtype=torch.float64)
     fake = entropy.Texts(None, [([1], [1] * 5), ([1], [1] * 6)], values, torch.zeros(11), 8)  # type: ignore[arg-type]
     found = entropy.entropy_columns(values, fake)
     assert (found["entropy_forking"], found["entropy_rest"]) == pytest.approx((4.5 / 3, 2.8 / 8), abs=1e-12)
 
 
-def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tmp_path: Path, capsys) -> None:
+def test_a_checkpoint_has_the_same_values_as_the_model_packed_during_loading(tmp_path: Path, capsys) -> None:
     packed = tmp_path / "packed"
     assert quantize.main(["model=pocket", "format=mxfp4", "device=cpu", f"out={packed}"]) == 0
     out = tmp_path / "out"
@@ -85,7 +85,7 @@ def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tm
     assert "sampling 8 completions of at most " in table
 
 
-def test_a_model_whose_logits_are_not_finite_is_null(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_model_with_logits_that_are_not_finite_has_null_values(tmp_path: Path, monkeypatch, capsys) -> None:
     measured = entropy.compare_to_dense
 
     def compared(*asked) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,12 +113,14 @@ def test_a_checkpoint_is_named_by_its_own_record(tmp_path: Path, words: str, nam
     assert quantize.main(line) == 0
     (arm,) = entropy.arms_to_measure(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == name
-    (packed / "quality.json").unlink()  # as another program's, whose config.json tells neither method nor rule
+    (
+        packed / "quality.json"
+    ).unlink()  # as in a checkpoint of another program: config.json names neither method nor rule
     (arm,) = entropy.arms_to_measure(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == unrecorded
 
 
-def test_all_formats_are_all_packed_ones_and_a_dense_checkpoint_is_none() -> None:
+def test_the_default_formats_are_all_packed_ones_and_a_dense_checkpoint_is_refused() -> None:
     arms = entropy.arms_to_measure(EntropyOptions(checkpoints=["pocket"]))
     names = [next(arms).name for _ in range(4)]
     assert sorted(names) == ["fp8 rtn", "mxfp4 rtn", "nf4 rtn", "nvfp4 rtn"]
@@ -136,7 +138,7 @@ def test_another_seed_samples_other_completions() -> None:
 
 
 @pytest.mark.parametrize(("method", "fits"), [("awq", True), ("gptq", False)])
-def test_the_scales_that_awq_moved_away_are_no_error_of_a_weight(
+def test_scales_that_awq_moved_do_not_count_as_weight_error(
     texts: entropy.Texts, monkeypatch: pytest.MonkeyPatch, method: str, fits: bool
 ) -> None:
     asked: list[bool] = []
@@ -159,7 +161,7 @@ def test_each_configuration_has_its_own_directory() -> None:
     assert entropy.results_folder(EntropyOptions(overwrite=True)) == entropy.results_folder(EntropyOptions())
 
 
-def test_results_are_replaced_only_when_told(tmp_path: Path, capsys) -> None:
+def test_results_are_replaced_only_with_overwrite(tmp_path: Path, capsys) -> None:
     words = ["entropy", f"out={tmp_path}", *SMALL, "formats=nf4"]
     (tmp_path / "entropy.json").write_text("earlier")
     assert evaluate.main(words) == 2

@@ -1,4 +1,4 @@
-"""What the evaluate commands refuse, each in one line."""
+"""Refusals of the evaluate commands, each in one line."""
 
 import shutil
 from pathlib import Path
@@ -53,7 +53,7 @@ from qerl_lab.model.on_disk import ASSETS
         ("sigma sigmas=[0.1,inf]", "inf in sigmas=[0.1,inf] is not allowed; allowed: a finite number. Type for"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(
+def test_impossible_options_are_refused_in_one_line(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert not [*tmp_path.iterdir()], "a refused command makes no folder"
 
 
-def test_the_keys_of_a_run_are_not_named_to_who_types_others(
+def test_refusals_name_the_options_of_the_command_and_not_the_keys_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What formats and noise do, block by block and over the vocabulary, against the parts that they are made of."""
+"""Effects of formats and noise, by block and over the vocabulary, compared with direct computations."""
 
 import pandas as pd
 import pytest
@@ -14,14 +14,14 @@ CPU = torch.device("cpu")
 LAYER = "model.layers.0.self_attn.q_proj"
 
 
-def test_the_values_of_a_block() -> None:
+def test_values_of_a_block_are_all_values_that_the_format_can_store() -> None:
     e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     assert format_effects.values_of_a_block(NVFP4, 6.0) == pytest.approx([*(-v for v in reversed(e2m1[1:])), *e2m1])
     assert len(format_effects.values_of_a_block(NF4)) == 16
     assert max(format_effects.values_of_a_block(MXFP4, 0.7)) == 0.75  # a power of two, and the code for 6
 
 
-def test_what_is_stored_of_the_largest_weights() -> None:
+def test_largest_of_blocks_is_the_stored_share_of_the_largest_weight_of_a_block() -> None:
     weight = torch.zeros(1, 64)  # two blocks
     weight[0, 3], weight[0, 52], weight[0, 53] = -5.0, 4.0, 1.0
     assert format_effects.largest_of_blocks(MXFP4, weight).tolist() == pytest.approx(
@@ -29,7 +29,7 @@ def test_what_is_stored_of_the_largest_weights() -> None:
     )  # 5 lies between 4 and 6
 
 
-def test_the_errors_of_a_linear_on_its_own_inputs(texts: entropy.Texts) -> None:
+def test_errors_of_a_linear_layer_are_measured_on_its_own_inputs(texts: entropy.Texts) -> None:
     weight, inputs = format_effects.linear_of(texts, LAYER)
     layer = texts.model.get_submodule(LAYER)
     assert torch.equal(weight, layer.base_layer.weight.float())
@@ -42,7 +42,7 @@ def test_the_errors_of_a_linear_on_its_own_inputs(texts: entropy.Texts) -> None:
     assert found.loc["bf16", "weight error"] == 0
 
 
-def test_a_format_does_here_what_the_entropy_command_says(texts: entropy.Texts) -> None:
+def test_effects_of_a_format_equal_those_of_the_entropy_command(texts: entropy.Texts) -> None:
     found = format_effects.effects_of_formats(texts, "pocket", [MXFP4, BF16]).loc["mxfp4"]
     cfg = entropy.run_config(EntropyOptions(), "mxfp4")
     entropies_T, kl_T = entropy.compare_to_dense(format_effects.policy.load_base(cfg, CPU)[0], texts)
@@ -51,7 +51,7 @@ def test_a_format_does_here_what_the_entropy_command_says(texts: entropy.Texts) 
     assert found["kl"] == kl_T.mean().item() > 1e-4
 
 
-def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> None:
+def test_noise_acts_only_while_it_is_measured(texts: entropy.Texts) -> None:
     before = {name: norm.clone() for name, norm in texts.policy.norms.items()}
     noise = format_effects.effects_of_noise(texts, [0.05, 0.1, 0.2], draws=2)
     assert noise["kl"].groupby(noise["sigma"]).mean().is_monotonic_increasing
@@ -61,7 +61,7 @@ def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> 
     assert format_effects.compare_noisy_to_clean(texts, Noise(0.0, seed=0, step=1))[1].abs().max() < 1e-9
     target = noise["kl"].groupby(noise["sigma"]).mean()
     as_much = format_effects.effects_at_kl(texts, noise, pd.Series({"x": (target[0.1] * target[0.2]) ** 0.5}))
-    assert as_much.loc["x", "sigma"] == pytest.approx((0.1 * 0.2) ** 0.5)  # half-way in logarithms
+    assert as_much.loc["x", "sigma"] == pytest.approx((0.1 * 0.2) ** 0.5)  # halfway in logarithms
     again = format_effects.effects_of_noise(texts, [as_much.loc["x", "sigma"]], draws=2)
     assert as_much.loc["x", "kl"] == pytest.approx(again["kl"].mean())
     with pytest.raises(ValueError, match="x: a KL of 1 is outside those measured"):

@@ -1,4 +1,4 @@
-"""Log-probs from hidden states: those of an ordinary forward pass, in bounded memory."""
+"""Log-probs from hidden states equal those of an ordinary forward pass, in bounded memory."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ PAIRS = [([5], [7, 9, 11]), ([3, 4, 5, 6, 7, 8], [2]), ([9, 8], [1, 2, 3, 4, 5])
 
 
 def forward(model: PreTrainedModel, temperature: float) -> Tensor:
-    """Log-probs [tokens, vocabulary], one text at a time, no padding, all logits."""
+    """Return log-probs [tokens, vocabulary], one text at a time, without padding, from all logits."""
     found = []
     for given, compared in PAIRS:
         with torch.no_grad():
@@ -41,8 +41,8 @@ def forward(model: PreTrainedModel, temperature: float) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_are_those_of_a_forward_pass(name: str) -> None:
-    """Also of prompts of one token, of unequal lengths, and of models that go on after the output layer."""
+def test_logprobs_equal_those_of_a_forward_pass(name: str) -> None:
+    """Prompts have one token or unequal lengths, and some models change the logits after the output layer."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     (found,) = kl.logprobs(model, kl.hidden_states(model, PAIRS), 0.8)
@@ -63,5 +63,5 @@ def test_only_the_logits_of_a_chunk_are_in_memory_and_the_layers_run_once(monkey
         torch.testing.assert_close(torch.cat(list(kl.logprobs(model, states))), whole)
     assert seen == [4, 4, 1]
     assert len(layers_ran) == 1
-    kl.hidden_states(model, PAIRS)  # its backbone computes again
+    kl.hidden_states(model, PAIRS)  # the backbone computes again
     assert "forward" not in vars(model.base_model)

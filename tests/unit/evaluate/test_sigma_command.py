@@ -1,4 +1,4 @@
-"""The calibration of sigma, refused where it would measure nothing."""
+"""The calibration of sigma, and models for which it is refused."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, capsys: pyte
 def test_formats_and_sigmas_are_measured_on_the_same_completions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """BF16 is the base itself; more noise is farther from it; MXFP4 is coarser than NVFP4."""
+    """BF16 has KL 0 to the base. More noise has a larger KL, and MXFP4 a larger one than NVFP4."""
     monkeypatch.setattr(sigma, "QUESTIONS", 8)
     monkeypatch.setattr(sigma, "DRAWS", 2)
     assert evaluate.main(["sigma", "sigmas=[0.05,0.3]"]) == 0
@@ -43,10 +43,10 @@ def test_formats_and_sigmas_are_measured_on_the_same_completions(
     assert float(rows["format", "nvfp4"][1]) > 0
     assert 1e-4 < rows["sigma", "0.05"][0] < rows["sigma", "0.3"][0] / 10
     least, most = re.search(r"(\S+) to (\S+) over 2 draws", lines[-1]).groups()
-    assert float(least) < float(most), "each draw is another"
+    assert float(least) < float(most), "the two draws differ"
 
 
-def test_relative_noise_is_other_noise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_relative_noise_has_another_kl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(sigma, "QUESTIONS", 4)
     monkeypatch.setattr(sigma, "DRAWS", 2)
     monkeypatch.setattr(sigma, "FORMATS", {})

@@ -1,4 +1,4 @@
-"""What an evaluation's answers say, by hand; and the pairing of two evaluations."""
+"""Numbers of an evaluation's answers, by hand, and the pairing of two evaluations."""
 
 import json
 import shlex
@@ -27,7 +27,7 @@ IDENTITY = {"format": "bf16", "questions": 0, "seed": 0, "adapter": "x", "max_pr
 def answers(
     values_Q_G: list[list[float]], benchmark: str = "gsm8k", engine: str = "own", **columns: Any
 ) -> pd.DataFrame:
-    """Rows of an evaluation: `values_Q_G` are accuracies, a row a question."""
+    """Return the rows of an evaluation with the accuracies `values_Q_G`, one row of it per question."""
     samples = len(values_Q_G[0])
     rows = [(f"q{q}", draw, value) for q, row in enumerate(values_Q_G) for draw, value in enumerate(row)]
     frame = pd.DataFrame(rows, columns=["id", "draw", "accuracy"])
@@ -58,7 +58,7 @@ def test_accuracy_error_and_pass_at_k_by_hand() -> None:
 
 
 def test_the_entropy_of_final_answers_by_hand() -> None:
-    """Equal numbers are one answer, as are spellings of one text; samples without an answer are one more."""
+    """Equal numbers are one answer, and so are spellings of one text. All samples without an answer are one more."""
     said = [
         ["7", "7.0", "<b>", "8"],
         [r"\dfrac{1}{2}", r"\frac{1}{2}", None, None],
@@ -76,14 +76,14 @@ def test_the_entropy_of_final_answers_by_hand() -> None:
     assert summarize(rows)["answer_entropy"] == pytest.approx(np.mean(expected), abs=1e-12)
 
 
-def test_a_partly_right_sample_counts_for_the_mean_and_not_for_a_pass() -> None:
+def test_a_partly_right_sample_counts_for_the_mean_and_not_for_pass_at_k() -> None:
     one = summarize(answers([[0.5, 0.75], [1.0, 0.0]]))
     assert one["accuracy"] == pytest.approx(2.25 / 4)
     assert one["pass_at"]["2"]["mean"] == 0.5
 
 
-def test_the_table_has_a_row_a_benchmark_and_engine_with_each_number_below_its_head() -> None:
-    """With two samples or more of any benchmark there is pass@k, without pass@1, which is the accuracy."""
+def test_the_table_has_a_row_for_each_benchmark_and_engine() -> None:
+    """The table has pass@k if a benchmark has two samples or more. It lacks pass@1, which is the accuracy."""
     cut = answers([[1, 0], [1, 1]], format=0.5).assign(truncated=[True, False, False, False])
     rows = pd.concat([answers([[1.0]], "aime24"), cut, answers([[1, 0], [1, 1]], engine="common")])
     one, two, common = table(summarize_each(rows)).splitlines()[1:]
@@ -95,14 +95,14 @@ def test_the_table_has_a_row_a_benchmark_and_engine_with_each_number_below_its_h
     assert two.split()[-6:] == ["@2", "1.000", "0.000", "0.500", "15.0", "0.250"]
 
 
-# --- pairs
+# --- pairs of evaluations
 
 
 def write(
     folder: Path, rows: pd.DataFrame, seed: int = 0, dense: bool = False, run_seed: int | None = None,
     arm: dict[str, str] | None = None, **identity: Any,
 ) -> str:  # fmt: skip
-    """`seed` is that of the draw, and the run's too unless it has another; `arm` has the settings of the run."""
+    """Write an evaluation. `seed` is for the draw, and for the run unless `run_seed` is given; `arm`: its settings."""
     folder.mkdir(parents=True)
     about = {
         "schema": SCHEMA, "subject": folder.name,
@@ -124,7 +124,7 @@ def compared(*folders: str) -> list[compare.Difference]:
 A, B = [[1, 0], [0, 0], [1, 1], [0, 1]], [[1, 1], [1, 0], [1, 1], [0, 0]]
 
 
-def test_differences_are_paired_by_question_and_not_by_place(tmp_path: Path) -> None:
+def test_differences_are_paired_by_question_and_not_by_position(tmp_path: Path) -> None:
     shuffled = answers(B).iloc[[4, 5, 0, 1, 6, 7, 2, 3]]
     shuffled.loc[shuffled["id"] == "q1", "completion"] = ["<answer>1</answer>", "<answer>2</answer>"]
     accuracy, passes, entropy = compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", shuffled))
@@ -137,7 +137,7 @@ def test_differences_are_paired_by_question_and_not_by_place(tmp_path: Path) -> 
     assert passes.by_question.iloc[0].to_dict() == {"q0": 0.0, "q1": 1.0, "q2": 0.0, "q3": -1.0}
 
 
-def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
+def test_shared_seeds_are_paired_and_the_interval_is_over_seeds_and_questions(tmp_path: Path) -> None:
     rng, values = np.random.default_rng(0), {}
     for arm in "ab":
         for seed in (0, 1, 2 if arm == "a" else 3):
@@ -152,8 +152,8 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
     assert accuracy.interval() == pytest.approx(expected)
 
 
-def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path: Path) -> None:
-    """The questions count by content; a key that came since says what every run did before."""
+def test_runs_of_one_arm_may_have_moved_questions_or_come_from_an_older_version(tmp_path: Path) -> None:
+    """Questions are compared by content. A run without a newer key counts as a run with the key's default."""
     arms: list[dict[str, str]] = [
         {"task.path": "/one/gsm8k", "training_sha256": "a"}, {"task.path": "/two/gsm8k", "training_sha256": "a"},
         {"task.path": "/one/gsm8k", "training_sha256": "b"}, {"task.path": "/one/gsm8k", "training_sha256": ""},
@@ -166,11 +166,11 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
     assert trained(arms[0] | with_key, arms[1] | shared) == ["rollout.vllm.share_base"]
     assert trained(arms[0], arms[2]) == ["training_sha256"]
     assert (trained(arms[0], arms[3]), trained(arms[1], arms[3])) == ([], ["task.path"])
-    assert (trained({}, {}), bool(trained({}, arms[0]))) == ([], True)  # a base alone
+    assert (trained({}, {}), bool(trained({}, arms[0]))) == ([], True)  # a base without a run
 
 
-def test_what_ran_otherwise_is_said(tmp_path: Path) -> None:
-    """Of a dense A `common` is its own engine: here vLLM on a GPU, against transformers on a CPU, and another draw."""
+def test_notes_name_engines_devices_and_seeds_that_differ(tmp_path: Path) -> None:
+    """If A is dense, `common` is A's own engine: vLLM on a GPU. B has transformers on a CPU and another draw."""
     mine, theirs = {"rollout": "vllm", "device": "cuda"}, {"rollout": "transformers", "device": "cpu", "seed": 5}
     hows = {"a": mine, "b": {"run_seed": 0} | theirs, "c": mine}
     a, b, c = (compare.read_arm(write(tmp_path / name, answers(A), **how)) for name, how in hows.items())
@@ -181,8 +181,8 @@ def test_what_ran_otherwise_is_said(tmp_path: Path) -> None:
     ]
 
 
-def test_two_seeds_and_two_versions_of_the_code_are_said(tmp_path: Path) -> None:
-    """One evaluation on each side is a pair whatever its seed; several need a seed that both have."""
+def test_notes_name_two_seeds_and_two_versions_of_the_code(tmp_path: Path) -> None:
+    """One evaluation on each side is a pair with any seeds. Several evaluations need a shared seed."""
     folders = [write(tmp_path / side / str(seed), answers(A), seed) for side, seed in (("a", 0), ("b", 1), ("b", 2))]
     for folder, commit in zip(folders, "xyz", strict=True):
         about = json.loads((Path(folder) / ABOUT).read_text())
@@ -203,7 +203,7 @@ def test_a_note_on_several_pairs_is_listed_once(tmp_path: Path) -> None:
     assert len(notes) == 1
 
 
-def test_what_a_stopped_command_left_is_no_evaluation(tmp_path: Path) -> None:
+def test_leftovers_of_a_stopped_command_are_not_read_as_evaluations(tmp_path: Path) -> None:
     for name in ("x", "y.partial", "z.replaced"):
         write(tmp_path / name, answers(A), seed=3)
     assert list(compare.read_arm(str(tmp_path))) == [3]
@@ -217,10 +217,10 @@ def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
         compare.read_arm(folder)
 
 
-def test_an_evaluation_of_a_run_that_got_more_steps_since_is_refused_unless_it_is_typed(tmp_path: Path) -> None:
+def test_an_evaluation_from_before_a_run_was_extended_is_refused_unless_its_path_is_typed(tmp_path: Path) -> None:
     run = run_directories.claimed(tmp_path / "run", run_directories.config("bf16", 0, steps=20))
     typed = write(run.path / "evaluations" / "x", answers(A), arm={"steps": "10"})
-    write(run.path / "evaluations" / "y", answers(A), run_seed=1)  # of the base alone
+    write(run.path / "evaluations" / "y", answers(A), run_seed=1)  # of the base without the adapter
     with pytest.raises(ConfigError, match=r"x is of step 10, and the run has 20 steps now. Type .* accuracy run=.*run"):
         compare.read_arm(str(run.path))
     assert compare.read_arm(typed).keys() == {0}
@@ -229,7 +229,7 @@ def test_an_evaluation_of_a_run_that_got_more_steps_since_is_refused_unless_it_i
     assert compare.read_arm(str(run.path / "new")).keys() == {0}
 
 
-def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
+def test_the_own_engine_of_a_dense_base_is_the_common_engine(tmp_path: Path) -> None:
     packed = pd.concat([answers(A), answers(B, engine="common")])
     found = compared(write(tmp_path / "a", answers(A), dense=True), write(tmp_path / "b", packed))
     assert [(one.engine, one.mean_b - one.mean_a) for one in found if one.measure == "accuracy"] == [
@@ -238,7 +238,7 @@ def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
 
 
 def of_engines(*sides: list[str]) -> tuple[list[str], list[str]]:
-    """The engines that are compared, and the notes on them, of evaluations by seed on two sides."""
+    """Return the engines that are compared, and the notes on them, for the evaluations of two sides."""
     arms = [{seed: one for folder in side for seed, one in compare.read_arm(folder).items()} for side in sides]
     pairs, _ = compare.pair_evaluations(*arms)
     groups, notes = compare.shared_groups(pairs)
@@ -246,7 +246,7 @@ def of_engines(*sides: list[str]) -> tuple[list[str], list[str]]:
     return [one.engine for one in found if one.measure == "accuracy"], notes
 
 
-def test_what_one_evaluation_lacks_is_left_out_with_a_note(tmp_path: Path) -> None:
+def test_engines_and_samplings_that_one_evaluation_lacks_are_left_out_with_a_note(tmp_path: Path) -> None:
     both = pd.concat([answers(A), answers(B, engine="common")])
     with_it = [write(tmp_path / f"a{seed}", both, seed) for seed in (0, 1)]
     without = [write(tmp_path / f"b{seed}", answers(B), seed) for seed in (0, 1)]
@@ -274,7 +274,9 @@ def test_two_dense_bases_are_compared_once(tmp_path: Path) -> None:
         (answers(B, sampling=HOT), f"own, {COOL} and B gsm8k, own, {HOT}, so that"),
     ],
 )
-def test_what_is_no_pair_is_refused(rows: pd.DataFrame, said: str, tmp_path: Path) -> None:
+def test_evaluations_with_different_questions_or_samples_are_refused(
+    rows: pd.DataFrame, said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=said):
         compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", rows))
 
@@ -282,7 +284,7 @@ def test_what_is_no_pair_is_refused(rows: pd.DataFrame, said: str, tmp_path: Pat
 @pytest.mark.parametrize(("one", "other", "said"), [
     ({}, {}, "both are of seed 0, as the run has it"),
     ({}, {"format": "nf4"}, "they differ in format"),
-    # asked alike, in one format: only the settings of the runs tell them apart
+    # the same questions and format: only the settings of the runs differ
     ({"arm": {"optim.learning_rate": "0.001", "aqn.schedule": "off"}},
      {"arm": {"optim.learning_rate": "0.0001", "aqn.schedule": "off"}, "seed": 1},
      r"they differ in optim\.learning_rate\. Type the directory of one"),
@@ -290,7 +292,7 @@ def test_what_is_no_pair_is_refused(rows: pd.DataFrame, said: str, tmp_path: Pat
     ({}, {"grading": "first_character", "run_seed": 1}, "they differ in grading"),
     ({"grading": "first_character"}, {"run_seed": 1}, "they differ in grading"),
 ])  # fmt: skip
-def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(
+def test_evaluations_in_a_folder_that_are_not_seeds_of_one_arm_are_refused(
     tmp_path: Path, one: dict[str, Any], other: dict[str, Any], said: str
 ) -> None:
     for name, how in (("one", one), ("other", other)):
@@ -304,33 +306,33 @@ def test_a_folder_without_an_evaluation_is_refused_with_the_command_that_makes_o
     a = write(tmp_path / "a", answers(A))
     with pytest.raises(ConfigError, match=r"holds no evaluation\. Type the directory of one\."):
         compared(a, str(empty))
-    (empty / "resolved.yaml").touch()  # a run
+    (empty / "resolved.yaml").touch()  # a run directory
     with pytest.raises(ConfigError, match="holds no evaluation") as told:
         compared(a, str(empty))
     line = str(told.value).partition("accuracy ")[2].partition(" first")[0]
     assert parse_options(AccuracyOptions, shlex.split(line)).run == str(empty)
 
 
-def test_one_sample_a_question_has_its_accuracy_alone(tmp_path: Path) -> None:
+def test_with_one_sample_a_question_only_accuracy_is_compared(tmp_path: Path) -> None:
     a, b = (write(tmp_path / name, answers([[1], [value]])) for name, value in (("a", 0), ("b", 1)))
     assert [one.measure for one in compared(a, b)] == ["accuracy"]
 
 
 def test_the_engines_of_a_benchmark_stand_together(tmp_path: Path) -> None:
-    """The rows of an evaluation have all benchmarks of one engine first."""
+    """An evaluation's rows are sorted by engine first."""
     rows = pd.concat([answers(A, name, engine) for engine in ("own", "common") for name in ("b", "a")])
     found = compared(*(write(tmp_path / name, rows) for name in "xy"))
     pairs = [("b", "own"), ("b", "common"), ("a", "own"), ("a", "common")]
     assert [(one.benchmark, one.engine) for one in found if one.measure == "accuracy"] == pairs
 
 
-def test_differences_are_listed_with_the_mean_of_each_side_and_the_sampling_where_it_differs() -> None:
+def test_differences_have_the_mean_of_each_side_and_the_sampling_if_it_differs() -> None:
     changes = pd.DataFrame([[0.25, 0.2, 0.3] * 20])
     one, other = (compare.Difference("gsm8k", "own", how, "accuracy", 0.5, 0.75, changes) for how in (HOT, COOL))
     head, line = compare.table([one]).splitlines()
     assert "sampling" not in head
     assert line.split()[2:7] == ["accuracy", "60", "0.500", "0.750", "+0.250"]
-    assert 0 < float(line.split()[-1]) < 1e-9, "a small p is no 0.000"
+    assert 0 < float(line.split()[-1]) < 1e-9, "a small p is not printed as 0.000"
     _, hot, cool = compare.table([one, other]).splitlines()
     assert HOT in hot
     assert COOL in cool
@@ -347,5 +349,5 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys) -> None:
     assert evaluate.main(["compare", a, b]) == 0
     out = capsys.readouterr().out
     assert "+0.125 [" in out
-    assert out.count(a) == 1  # as the subject or as the folder
+    assert out.count(a) == 1  # once, as the subject or as the folder
     assert "grading=task and first_character" in " ".join(out.split())
