@@ -211,7 +211,7 @@ def test_an_arm_without_noise_has_no_line_of_sigma() -> None:
 
 
 def test_a_format_has_one_color_in_our_figures_and_the_papers() -> None:
-    """Dashes and hollow markers mark noise. If all arms have one format, the others get colors that no format has."""
+    """Dashes and hollow markers mark noise. If all arms have one format, only the first has its color."""
     looks = palette.styles({"a": "bf16", "nvfp4": "nvfp4", "nvfp4_aqn": "nvfp4", "mxfp4": "mxfp4", "nf4": "nf4"})
     assert looks["nvfp4"]["color"] == looks["nvfp4_aqn"]["color"]
     assert looks["nvfp4"]["linestyle"] != looks["nvfp4_aqn"]["linestyle"]
