@@ -1,4 +1,4 @@
-"""Runs that may be killed, and one that was not; a stand-in for a run's process; an MLflow store without runs."""
+"""Runs to be killed and one uninterrupted run, a stand-in for a run's process, and an MLflow store without runs."""
 
 import shutil
 import sys
@@ -18,7 +18,7 @@ from standin import CHILD
 
 @pytest.fixture(scope="session")
 def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a run directory with its resolved.yaml, as the command line leaves it for the child."""
+    """Return a function that makes a run directory with resolved.yaml, as the command line leaves it for the child."""
 
     def make(**changes: object) -> Path:
         run_dir = tmp_path_factory.mktemp("new") / "run"
@@ -31,7 +31,7 @@ def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
 
 @pytest.fixture(scope="session")
 def killable(new_run, empty_db: Path) -> Callable[..., Path]:
-    """Makes the directory of a run that every part of SETTINGS acts in, with an MLflow store beside it."""
+    """Return a function that makes the directory of a run with SETTINGS, and an MLflow store beside it."""
 
     def make(**changes: object) -> Path:
         run_dir = new_run(**(SETTINGS | changes))
@@ -48,7 +48,7 @@ def reference(killable) -> Reference:
 
 @pytest.fixture
 def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The script that runs of this process start in place of their own; the test is in an empty directory."""
+    """Write the script that runs start as their process, and return it. The test works in an empty directory."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
@@ -60,7 +60,7 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def empty_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database without runs, to copy: creating one takes seconds."""
+    """Create an MLflow database without runs, which tests copy because creating one takes seconds."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     create_sqlite(f"sqlite:///{path}")
     assert [entry.name for entry in path.parent.iterdir()] == ["mlflow.db"]
@@ -69,7 +69,7 @@ def empty_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The test's own directory, in which it is, where MLflow puts artifacts; flushes and retries come soon."""
+    """Work in the test's own directory, where MLflow puts artifacts, with short times between flushes and retries."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracker, "FLUSH_SECONDS", 0.02)
     monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)

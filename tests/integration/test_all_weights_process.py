@@ -1,4 +1,4 @@
-"""`lora=full` as a user types it: train, resume, evaluate, and begin another run with the model."""
+"""`lora=full` as a user types it: train, resume, evaluate, and start another run from the model."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def typed(folder: Path, module: str, *words: str) -> str:
     return done.stdout
 
 
-def test_a_run_of_all_weights_from_its_command_to_the_model(tmp_path: Path) -> None:
+def test_a_run_of_all_weights_is_trained_resumed_evaluated_and_used_as_a_model(tmp_path: Path) -> None:
     said = typed(tmp_path, "qerl_lab", *WORDS, "steps=2", "run_dir=run")
     assert "grpo, all weights in float32 (899,552 parameters)" in said
     assert "eval.parquet, model/)" in said
@@ -43,7 +43,9 @@ def test_a_run_of_all_weights_from_its_command_to_the_model(tmp_path: Path) -> N
     assert "its base alone" in said
     identities = [json.loads(file.read_text())["identity"] for file in run.path.glob("evaluations/*/evaluation.json")]
     assert len({identity["adapter"] for identity in identities}) == 2
-    assert len({identity["weights"]["hash"] for identity in identities}) == 1  # of the model that the run began with
+    assert (
+        len({identity["weights"]["hash"] for identity in identities}) == 1
+    )  # both name the model that the run began with
 
     again = [word for word in WORDS if word != "lora=full"]
     typed(tmp_path, "qerl_lab", *again, "lora=rank16", "steps=1", "model.path=run/model", "run_dir=next")

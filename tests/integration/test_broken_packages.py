@@ -1,4 +1,4 @@
-"""A package that is installed by halves ends a run with one line, which says what to type."""
+"""A half-installed package ends a run with one line, which says what to type."""
 
 import importlib
 import os
@@ -16,7 +16,7 @@ LOADER = "libcudart.so.13: cannot open shared object file: No such file or direc
 
 
 def half_installed(site: Path, code: str) -> Path:
-    """A vLLM with its metadata, whose import fails."""
+    """Write a vLLM package with metadata and this `code`, and return its directory."""
     package, metadata = site / "vllm", site / "vllm-0.25.0.dist-info"
     package.mkdir(parents=True)
     metadata.mkdir()
@@ -40,7 +40,7 @@ def test_a_half_installed_vllm_is_named_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError, AttributeError])
-def test_a_library_that_it_does_not_find_is_named_too(tmp_path: Path, monkeypatch, error: type[Exception]) -> None:
+def test_any_error_of_a_missing_library_is_named(tmp_path: Path, monkeypatch, error: type[Exception]) -> None:
     package = half_installed(tmp_path / "site", "")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 

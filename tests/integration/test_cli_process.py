@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
 SHORT = RolloutConfig(max_completion_tokens=64)  # within the embedded policy's context
 
 
-def test_a_run_gets_a_directory_with_its_whole_configuration_and_a_process_of_its_own(capfd):
+def test_a_run_gets_a_directory_with_its_complete_configuration_and_its_own_process(capfd):
     assert main(["experiment=nvfp4_aqn", "lora.rank=4"]) == 0
     (run_dir,) = Path.cwd().glob("runs/*/seed*/*")
     assert re.fullmatch(r"runs/nvfp4_aqn/seed0/\d{8}-\d{6}", str(run_dir.relative_to(Path.cwd())))
@@ -29,12 +29,12 @@ def test_a_run_gets_a_directory_with_its_whole_configuration_and_a_process_of_it
     assert seen(run_dir)["files"] == [".typed", "resolved.yaml"]
     assert seen(run_dir)["pid"] != os.getpid()
     assert str(run_dir.relative_to(Path.cwd())) in capfd.readouterr().out
-    assert {path.name for path in run_dir.iterdir()} == {  # nothing of Hydra's; the stand-in records no environment
+    assert {path.name for path in run_dir.iterdir()} == {  # no files of Hydra; the stand-in records no environment
         "resolved.yaml", ".typed", "seen.json", "metrics.jsonl", "eval.parquet", "DONE",
     }  # fmt: skip
 
 
-def test_the_child_s_environment_is_set_where_the_user_s_is_not(monkeypatch):
+def test_variables_of_the_child_are_set_unless_the_user_has_set_them(monkeypatch):
     for name in (*launch.CHILD_ENVIRONMENT, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
@@ -56,7 +56,7 @@ def test_the_child_s_environment_is_set_where_the_user_s_is_not(monkeypatch):
         (CRASHES_AFTER, 0, "done", None),
     ],
 )
-def test_directory_and_exit_code_tell_how_the_process_ended(seed, code, status, reason):
+def test_directory_and_exit_code_say_how_the_process_ended(seed, code, status, reason):
     assert begin(RunConfig(seed=seed), "run") == code
     assert RunDirectory(Path("run")).status == status
     assert Path("run/FAILED").exists() == (reason is not None)
@@ -73,7 +73,7 @@ def test_a_run_that_its_own_process_refuses_leaves_no_directory(words, capfd):
 
 
 @pytest.mark.parametrize("launcher", ["lab", "basic"])
-def test_a_refused_job_of_a_sweep_is_told_and_its_sweep_finds_it_again(launcher, capfd):
+def test_a_refused_job_of_a_sweep_is_reported_and_the_sweep_can_be_repeated(launcher, capfd):
     words = ["-m", f"seed={REFUSES},{DONE}", f"hydra/launcher={launcher}"]
     assert main(words) == 1
     out, err = capfd.readouterr()
@@ -89,11 +89,11 @@ def test_a_refused_job_of_a_sweep_is_told_and_its_sweep_finds_it_again(launcher,
     assert list(Path("runs/sweeps/adhoc").iterdir()) == [sweep], "the finished job was trained again elsewhere"
     assert seen(done)["began"] == began
     text = (refused / "resolved.yaml").read_text()
-    (refused / "resolved.yaml").write_text(text.replace(f"seed: {REFUSES}", f"seed: {DONE}"))  # mended
+    (refused / "resolved.yaml").write_text(text.replace(f"seed: {REFUSES}", f"seed: {DONE}"))  # repaired
     assert main([f"resume={sweep}"]) == 0
 
 
-def test_a_resumed_run_that_cannot_go_on_keeps_its_directory(capfd):
+def test_a_resumed_run_that_is_refused_keeps_its_directory(capfd):
     assert main([f"seed={FAILS}", "run_dir=run"]) == 1
     assert capfd.readouterr().err == "failed: ValueError: the reason\nrun/FAILED has the traceback\n"
     text = Path("run/resolved.yaml").read_text()
@@ -110,7 +110,7 @@ def test_resume_continues_a_run_that_did_not_finish(capfd):
     assert begin(RunConfig(seed=FAILS, lora=LoraConfig(rank=4), rollout=SHORT), "run") == 1
     assert main(["resume=run", "jobs_per_gpu=2"]) == 0
     assert RunDirectory(Path("run")).config().jobs_per_gpu == 2
-    assert "FAILED" not in seen(Path("run"))["files"], "it is gone before the child starts"
+    assert "FAILED" not in seen(Path("run"))["files"], "FAILED is removed before the child starts"
     assert RunDirectory(Path("run")).config().lora.rank == 4
     capfd.readouterr()
     assert main(["resume=run"]) == 2
@@ -136,7 +136,7 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
     table = out[out.rindex("job  overrides") :].splitlines()
     ended = [line.split(",")[0] for line in err.splitlines() if line.startswith("job ") and " of 3 done" in line]
     assert ended == ["job 0: failed", "job 1: done", "job 2: failed"]
-    assert "all jobs: +experiment=nvfp4" in out  # what the jobs share is said once
+    assert "all jobs: +experiment=nvfp4" in out  # words that all jobs share are printed once
     assert re.match(r"0 +seed=1 +failed +- +- +- +- +0-nvfp4-seed1", table[1])
     assert table[2].strip() == "ValueError: the reason"
     assert re.match(r"1 +seed=0 +done +0\.500 -> 0\.750 +0\.300 -> 0\.200 +1234 +95 +1-nvfp4-seed0", table[3])
@@ -144,7 +144,7 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
     assert table[-4] == f"3 jobs in {directory}: 2 failed, 1 done"
     assert table[-3] == f"next: {python_command()} -m qerl_lab.report {directory} out=results/{directory.name}"
     assert table[-2] == f"continue job 0 with: {python_command()} -m qerl_lab resume={directory}/0-nvfp4-seed1"
-    assert "failed: ValueError: the reason" in err  # at once, not in the table only
+    assert "failed: ValueError: the reason" in err  # printed at once, and not only in the table
     assert "Traceback" not in out + err
     names = {path.name for path in directory.iterdir() if path.is_dir()}
     assert names == {"0-nvfp4-seed1", "1-nvfp4-seed0", "2-nvfp4-seed2"}
@@ -152,7 +152,7 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
         assert RunDirectory(directory / name).config().run_dir == str((directory / name).absolute())
 
 
-def test_a_sweep_that_tests_claims_of_its_own_ends_with_the_command_that_tests_them(capfd):
+def test_a_sweep_with_its_own_claims_ends_with_the_command_that_tests_them(capfd):
     Path("my claims.yaml").write_bytes((package_data("results/reference") / "claims.yaml").read_bytes())
     assert main(["-m", "seed=0", "preregistration=my claims.yaml"]) == 0
     (directory,) = Path("runs/sweeps/adhoc").iterdir()
@@ -160,7 +160,7 @@ def test_a_sweep_that_tests_claims_of_its_own_ends_with_the_command_that_tests_t
     assert said == f"next: {python_command()} -m qerl_lab.report verdicts {directory} \"claims='my claims.yaml'\""
 
 
-def test_hydra_s_own_flags_still_work(capfd):
+def test_hydras_own_flags_still_work(capfd):
     assert main(["experiment=nf4", "--cfg", "job"]) == 0
     assert yaml.safe_load(capfd.readouterr().out)["format"]["name"] == "nf4"
     assert not Path("runs").exists()

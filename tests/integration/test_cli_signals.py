@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures
 def test_after_ctrl_c_the_command_waits_for_the_run_and_says_so(standin):
     parent = background(standin, f"seed={SIGNALLED}", "run_dir=run")
     run_dir = started("run")
-    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    os.killpg(parent.pid, signal.SIGINT)  # to the whole group, as a terminal does
     out, err = parent.communicate(timeout=120)
     assert parent.returncode == 130
     assert (run_dir / "signals.json").exists(), "the parent left before the child had finished its step"
@@ -48,7 +48,7 @@ def test_a_signal_to_the_parent_alone_is_handed_to_the_child_as_sigterm(standin,
 
 @pytest.mark.parametrize("words", [("run_dir=run",), ("-m", "hydra.sweep.dir=run")], ids=["run", "sweep"])
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_after_another_signal_aborts_what_does_not_stop(standin, first, words):
+def test_ctrl_c_after_another_signal_aborts_a_run_that_does_not_stop(standin, first, words):
     parent = background(standin, f"seed={SIGNALLED}", *words)
     child = psutil.Process(seen(started("run" if len(words) == 1 else "run/0-*"))["pid"])
     child.suspend()  # so that it handles no signal
@@ -67,8 +67,8 @@ def test_ctrl_c_after_another_signal_aborts_what_does_not_stop(standin, first, w
 
 
 def test_a_sweep_under_nohup_survives_a_closed_terminal_and_closed_pipes(standin):
-    """test_console.py has a single run."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; the child of a child inherits it
+    """test_console.py tests this for a single run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children of children inherit it
     try:
         parent = background(standin, "-m", f"seed={DONE},{CRASHES_AFTER}", "hydra.sweep.dir=sweep")
     finally:
@@ -81,13 +81,13 @@ def test_a_sweep_under_nohup_survives_a_closed_terminal_and_closed_pipes(standin
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm", "stop file"])
-def test_an_interrupted_sweep_starts_no_further_job_and_still_shows_them_all(standin, how):
+def test_an_interrupted_sweep_starts_no_further_job_and_its_table_has_all_jobs(standin, how):
     parent = background(standin, "-m", f"seed={DONE},{SIGNALLED},{FAILS}", "hydra.sweep.dir=sweep")
     started("sweep/1-*")
     match how:
         case "ctrl-c":
             os.killpg(parent.pid, signal.SIGINT)
-        case "stop file":  # what a launcher's worker sees, wherever it runs
+        case "stop file":  # a launcher's worker sees this file on any machine
             Path("sweep/INTERRUPTED").touch()
         case _:
             parent.terminate()
@@ -135,7 +135,7 @@ def test_the_first_rank_to_end_says_how_the_run_ended(tmp_path, monkeypatch, cod
     assert status != "failed" or run.reason.startswith(reason)
 
 
-def test_a_run_whose_parent_was_killed_cannot_be_resumed_while_it_goes_on(standin, capfd):
+def test_a_run_cannot_be_resumed_while_it_goes_on_after_its_parent_was_killed(standin, capfd):
     parent = background(standin, f"seed={SIGNALLED}", "run_dir=run")
     run_dir = started("run")
     parent.kill()

@@ -1,4 +1,4 @@
-"""The jobs of a sweep on clusters: really run, by submitit through the sbatch of a one-machine cluster, and by Ray."""
+"""Jobs of a sweep that run on clusters: by submitit through sbatch of a one-machine cluster, and by Ray."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ WORDS = [
     ("slurm", "submitit", ["slurm=--partition=cpu --time=10"]),
     ("ray", "ray", []),
 ])  # fmt: skip
-def test_two_jobs_run_on_a_cluster_into_one_sweep_and_are_skipped_after(
+def test_two_jobs_run_on_a_cluster_in_one_sweep_and_are_skipped_afterwards(
     launcher: str, package: str, words: list[str], tmp_path: Path
 ) -> None:
     pytest.importorskip(package)
@@ -32,7 +32,9 @@ def test_two_jobs_run_on_a_cluster_into_one_sweep_and_are_skipped_after(
     runs = [RunDirectory(directory / f"{seed}-bf16-seed{seed}") for seed in (0, 1)]
     assert [(run.status, run.config().seed) for run in runs] == [("done", 0), ("done", 1)]
     assert all("step 1/1" in run.console.read_text() for run in runs)
-    again = run_module("qerl_lab", *WORDS, cwd=tmp_path)  # on this machine: where it runs is not what it is
+    again = run_module(
+        "qerl_lab", *WORDS, cwd=tmp_path
+    )  # here, without the cluster: the launcher is no part of a job's identity
     assert "begun before: 2 done (hydra.sweep.dir=NEW_DIR begins all again)" in again.stdout
     if launcher == "slurm":
         (script,) = directory.glob("slurm/*.submitted")

@@ -54,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def child_of(process: subprocess.Popen[str]) -> psutil.Process:
-    """The process of the run, once it is there and imports torch."""
+    """Wait until the run's process exists and has torch loaded, and return it."""
 
     def importing() -> psutil.Process | None:
         children = psutil.Process(process.pid).children()
@@ -64,7 +64,7 @@ def child_of(process: subprocess.Popen[str]) -> psutil.Process:
     return wait_for(importing)
 
 
-def test_a_run_goes_on_to_its_end_when_nobody_reads_it(start: Start, tmp_path: Path) -> None:
+def test_a_run_finishes_when_nobody_reads_its_output(start: Start, tmp_path: Path) -> None:
     process = start("steps=2")  # as with `2>&1 | head -n 1`
     assert process.stdout.readline() == "run directory: run\n"
     process.stdout.close(), process.stderr.close()
@@ -85,8 +85,8 @@ def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(start: Start, tmp_p
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"resolved.yaml", ".typed"}
 
 
-def test_a_lost_terminal_saves_the_step_under_way(start: Start, tmp_path: Path) -> None:
-    """A real one, which closes. tests/integration/test_resume.py has SIGINT for the parent alone."""
+def test_a_run_that_loses_its_terminal_saves_the_current_step(start: Start, tmp_path: Path) -> None:
+    """A real terminal closes. tests/integration/test_resume.py sends SIGINT to the parent only."""
     run = tmp_path / "run"
     master, slave = pty.openpty()
     own = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
@@ -101,15 +101,15 @@ def test_a_lost_terminal_saves_the_step_under_way(start: Start, tmp_path: Path) 
     assert (run / "checkpoints" / f"step-{last_step(run):06d}" / "manifest.json").exists()
 
 
-def test_a_closed_standard_output_is_not_given_to_a_record(tmp_path: Path) -> None:
+def test_a_record_never_gets_the_number_of_a_closed_standard_stream(tmp_path: Path) -> None:
     code = "from qerl_lab.system import exits; exits.survive_lost_console(); print('gone'); "
     code += "print(open('record', 'w').fileno() > 2)"
     subprocess.run(["bash", "-c", f'exec {sys.executable} -c "{code}" >&- 2>&- <&-'], cwd=tmp_path, check=True)
     assert (tmp_path / "record").read_text() == ""
 
 
-def test_a_run_with_umlauts_goes_on_from_elsewhere_after_it_was_moved(start: Start, tmp_path: Path) -> None:
-    """Relative paths of model and store, the directory moved, and `resume` typed in another one."""
+def test_a_moved_run_with_umlauts_is_resumed_from_another_directory(start: Start, tmp_path: Path) -> None:
+    """The paths of model and store are relative, the run directory is moved, and `resume` is typed elsewhere."""
     shutil.copytree(ASSETS, tmp_path / "mödel")
     words = ("scale=custom", "model.path=mödel", "tracking.mlflow=true", "tracking.uri=sqlite:///dö.db", "steps=4")
     process = start(*words, "run_dir=rün")

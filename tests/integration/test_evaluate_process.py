@@ -23,11 +23,11 @@ def command() -> int:
 run = partial(forked.run, command)
 
 
-def test_an_evaluation_that_is_killed_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+def test_an_evaluation_that_is_killed_goes_on_and_writes_the_same_bytes(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
     assert run(whole) == 0, (whole / "output.txt").read_text()
-    moments = [("note", 2), ("note", 1), ("note", 3), ("finish", 1)]  # a part is written and not noted; all is written
+    moments = [("note", 2), ("note", 1), ("note", 3), ("finish", 1)]  # a part is written, not noted; or all is written
     for method, call in moments:
         code = run(killed, "qerl_lab.record.out", f"Unfinished.{method}", call)
         assert code == -signal.SIGKILL, (killed / "output.txt").read_text()

@@ -9,7 +9,7 @@ import pytest
 from processes import run_module
 
 pytestmark = pytest.mark.integration
-# SIGINT comes when `package` is about to be imported, as it may at any moment of the seconds that this takes.
+# SIGINT comes just before `package` is imported. Imports take seconds, so a user's Ctrl-C may come then.
 INTERRUPTED = """
 import os, runpy, signal, sys
 class Interrupts:
@@ -26,7 +26,9 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
     ("module", "words", "package"),
     [("qerl_lab", "seed=1", "hydra"), ("qerl_lab.quantize", "model=pocket out=made", "torch")],
 )
-def test_ctrl_c_while_a_command_imports_is_one_line(module: str, words: str, package: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_ends_a_command_with_one_line(
+    module: str, words: str, package: str, tmp_path: Path
+) -> None:
     code = INTERRUPTED.format(package=package, words=words.split(), module=module)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
@@ -40,7 +42,7 @@ def test_a_closed_pipe_is_no_error(command: str) -> None:
 
 
 @pytest.mark.parametrize("words", [["nowhere"], ["+experiment=nvfp4", "seed=1"], ["nowhere", "1"], ["run", "seed=1"]])
-def test_a_run_s_process_says_what_it_is_started_with(words: list[str], tmp_path: Path) -> None:
+def test_the_process_of_a_run_refuses_everything_but_a_run_directory(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "resolved.yaml").touch()
     done = run_module("qerl_lab.train", *words, cwd=tmp_path)

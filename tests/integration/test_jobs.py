@@ -18,11 +18,11 @@ from standin import DONE, STOPS, seen
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
 
 
-def test_a_job_is_told_what_was_typed_for_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_directory_of_a_job_records_the_words_typed_for_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=a/sweep", "+hydra.job.env_set.X=1"]) == 0
     assert "job 1: done, reward 0.50, seed=10 (2 of 2 done)" in capfd.readouterr().err
     claimed = seen(Path("a/sweep/0-adhoc-seed0"))["claimed"]
-    assert claimed == ["0-adhoc-seed0", "1-adhoc-seed10"], "every directory before the first job starts"
+    assert claimed == ["0-adhoc-seed0", "1-adhoc-seed10"], "every directory is claimed before the first job starts"
     environment = seen(Path("a/sweep/1-adhoc-seed10"))["environment"]
     noted = json.loads(Path("a/sweep/1-adhoc-seed10/.typed").read_text())
     assert (noted["words"], noted["sweep"]) == (["seed=10"], "a/sweep")
@@ -50,7 +50,7 @@ def test_a_job_that_a_stopped_sweep_did_not_begin_can_be_resumed(
     assert noted["sweep"].endswith("/a sweep")
 
 
-def test_a_job_that_somebody_else_runs_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_another_process_runs_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     plan = jobs.claim_directories(make_plan([f"seed={DONE},10", "hydra.sweep.dir=sweep"], True), "the command")
     second = RunDirectory(Path("sweep/1-adhoc-seed10"))
     with second.locked():
@@ -61,7 +61,7 @@ def test_a_job_that_somebody_else_runs_is_left_alone(capfd: pytest.CaptureFixtur
     assert second.status == "interrupted"
 
 
-def test_a_continued_sweep_gives_each_job_what_its_directory_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_continued_sweep_runs_each_job_with_the_settings_of_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {}
 
     def run_locally(sweep_jobs: Any) -> Any:
@@ -76,7 +76,7 @@ def test_a_continued_sweep_gives_each_job_what_its_directory_records(monkeypatch
     assert given == {DONE: ("cpu", 1, 2), 10: ("cpu", 1, 2)}
 
 
-def test_a_full_disk_fails_the_job_that_goes_on_and_not_the_sweep(
+def test_a_full_disk_fails_each_job_and_does_not_stop_the_sweep(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def full(run: RunDirectory, *_: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_bug_around_a_job_is_printed_and_the_other_jobs_run(
     assert "2 jobs in sweep: 1 not run, 1 done" in out
 
 
-def test_a_resumed_sweep_runs_no_run_outside_of_its_directory() -> None:
+def test_a_resumed_sweep_starts_no_run_outside_its_directory() -> None:
     assert main(["-m", f"seed={DONE}", "hydra.sweep.dir=sweep"]) == 0
     assert main(["-m", "seed=11", "lora.rank=4", "hydra.sweep.dir=other"]) == 0
     Path("sweep/2-other").symlink_to(Path("other/0-adhoc-seed11").absolute())

@@ -1,4 +1,4 @@
-"""The main job as a user types it: its output, its files, and that it learns."""
+"""The main job as a user types it: its output, its files, and its gain in accuracy."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=560), here
 
 
-def test_it_ends_well_and_says_what_a_user_needs(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_the_main_job_succeeds_and_prints_what_a_user_needs(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     ran, _ = job
     assert ran.returncode == 0, ran.stdout + ran.stderr
     for words in (
@@ -43,8 +43,8 @@ def test_it_ends_well_and_says_what_a_user_needs(job: tuple[subprocess.Completed
         assert noise not in ran.stdout + ran.stderr
 
 
-def test_it_learns_in_less_than_3_gb(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    """Seed 0 alone; results/pocket has five seeds."""
+def test_the_main_job_learns_in_less_than_3_gb(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """Only seed 0 is run here; results/pocket has five seeds."""
     done = json.loads((job[1] / "run" / "DONE").read_text())
     assert 0.40 <= done["accuracy_before"] <= 0.60
     assert 0.15 <= done["entropy_first"] <= 0.40
@@ -53,7 +53,7 @@ def test_it_learns_in_less_than_3_gb(job: tuple[subprocess.CompletedProcess[str]
     assert done["memory_rss_gib"] < 3e9 / 2**30
 
 
-def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_the_record_of_the_main_job_is_complete(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     run = job[1] / "run"
     steps = read_steps(RunDirectory(run))
     assert list(steps.index) == list(range(51))
@@ -80,7 +80,7 @@ def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Pat
         assert (run / name).stat().st_size > 0 or name == "code.diff"
 
 
-def test_mlflow_mirrors_it(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_mlflow_mirrors_the_main_job(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     uri = f"sqlite:///{job[1]}/mlflow.db"
     assert [mirror.info.status for mirror in runs(uri)] == ["FINISHED"]
     assert mirrored(uri) == recorded(job[1] / "run")

@@ -1,4 +1,4 @@
-"""Every notebook runs on what is committed, holds no outputs, and its rendered copy is not older than its cells."""
+"""Every notebook runs on the committed files, has no outputs, and has a rendered copy of its current cells."""
 
 import os
 import re
@@ -14,7 +14,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = ROOT / "docs" / "notebooks"
 each_notebook = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
-# What a page must show, whatever the numbers: pieces of text, and how many figures at least.
+# What the output of a notebook must have: pieces of text, and at least this many figures.
 SHOWS = {
     "01_curves": (("arms count", "entropy_first", "bf16"), 4),
     "02_ablation_tables": (("baseline bf16", "as in Table 1", "contrasts are measured here"), 0),
@@ -27,20 +27,20 @@ SHOWS = {
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkout as it is, without the hub."""
+    """Use the source of this checkout, without the hub."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def files() -> set[Path]:
-    """What lies in the two folders from which notebooks are started."""
+    """Return the files in the two folders in which notebooks are started."""
     return {*ROOT.iterdir(), *(ROOT / "notebooks").iterdir()}
 
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("name", SHOWS)
-def test_it_runs_where_it_is_started_and_leaves_nothing(name: str) -> None:
-    """In notebooks/, as JupyterLab and VS Code do, one of them in the repository's root."""
+def test_a_notebook_runs_in_its_folder_and_leaves_no_files(name: str) -> None:
+    """JupyterLab and VS Code start notebooks in notebooks/. One notebook is started in the repository's root."""
     before, (pieces, figures) = files(), SHOWS[name]
     folder = ROOT if name == "02_ablation_tables" else ROOT / "notebooks"
     run = RENDER["execute"](ROOT / "notebooks" / f"{name}.ipynb", folder)
@@ -54,19 +54,19 @@ def test_it_runs_where_it_is_started_and_leaves_nothing(name: str) -> None:
 
 
 @each_notebook
-def test_it_holds_no_outputs(notebook: Path) -> None:
+def test_a_notebook_has_no_outputs(notebook: Path) -> None:
     found = nbformat.read(notebook, as_version=4)
     nbformat.validate(found)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found.cells)
 
 
-def test_every_notebook_is_here() -> None:
+def test_every_notebook_is_tested_and_rendered() -> None:
     assert list(SHOWS) == [notebook.stem for notebook in NOTEBOOKS]
     assert {page.stem for page in PAGES.glob("0*.md")} == set(SHOWS)
 
 
 @pytest.mark.parametrize("name", SHOWS)
-def test_its_copy_is_of_its_cells(name: str) -> None:
+def test_the_rendered_copy_of_a_notebook_has_its_cells_and_figures(name: str) -> None:
     page = PAGES / f"{name}.md"
     own = RENDER["head"](ROOT / "notebooks" / f"{name}.ipynb")
     assert page.read_text(encoding="utf-8").startswith(own), f"{name} changed: type make notebooks"
@@ -75,7 +75,7 @@ def test_its_copy_is_of_its_cells(name: str) -> None:
     assert {PAGES / target for is_figure, target in targets if is_figure} == {*PAGES.glob(f"{name}_files/*")}
 
 
-def test_a_changed_cell_changes_the_digest_and_the_file_s_form_does_not(tmp_path: Path) -> None:
+def test_a_changed_cell_changes_the_digest_and_changed_metadata_do_not(tmp_path: Path) -> None:
     notebook, copy = nbformat.read(NOTEBOOKS[0], as_version=4), tmp_path / "copy.ipynb"
     notebook.metadata["edited_by"] = "an editor"
     nbformat.write(notebook, copy)
@@ -86,7 +86,7 @@ def test_a_changed_cell_changes_the_digest_and_the_file_s_form_does_not(tmp_path
 
 
 def test_text_that_arrives_in_parts_is_one_output() -> None:
-    """Else the figures behind it get other names in each rendering."""
+    """Otherwise figures after the text would get other names in each rendering."""
     new = nbformat.v4.new_output
     figure = new("display_data", {"text/plain": "figure"})
     parts = [new("stream", text="\n"), new("stream", text="a"), new("stream", name="stderr", text="!"), figure]

@@ -1,6 +1,6 @@
 """`python -m qerl_lab.quantize` as a process: on the embedded policy, killed at the worst moments, on a full disk.
 
-Starting Python costs seconds, so the runs that are to be killed are forked (forked.py).
+Starting Python takes seconds, so processes that will be killed are forked (forked.py).
 """
 
 import json
@@ -29,7 +29,7 @@ AMID_WEIGHTS = "qerl_lab.quantize.rtn", "output_tensors", 12
 
 @pytest.fixture
 def model(tmp_path, monkeypatch) -> Path:
-    """A small model in several files, in the working directory."""
+    """Write a small model in several files into the working directory."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -41,7 +41,7 @@ def model(tmp_path, monkeypatch) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Everything but quality.json, which holds times."""
+    """Return the bytes of all files by name, except quality.json, which has times."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "quality.json"}
 
 
@@ -77,10 +77,10 @@ def test_the_embedded_policy_becomes_a_checkpoint_with_its_quality_beside_it(tmp
     [
         AMID_WEIGHTS,
         ("qerl_lab.quantize.quality", "measure_layer", 2),  # the weights are complete
-        ("pathlib", "Path.rename", 1),  # everything is
+        ("pathlib", "Path.rename", 1),  # all files are complete
     ],
 )
-def test_after_a_kill_the_same_command_comes_to_the_same_bytes(model, uninterrupted, moment):
+def test_after_a_kill_the_same_command_writes_the_same_bytes(model, uninterrupted, moment):
     folder = model.parent
     assert child(folder, *moment) == -signal.SIGKILL
     assert not (folder / "out").exists()
@@ -89,15 +89,15 @@ def test_after_a_kill_the_same_command_comes_to_the_same_bytes(model, uninterrup
     assert sorted(path.name for path in folder.iterdir()) == ["model", "out", "output.txt", "reference"]
 
 
-def test_ctrl_c_is_answered_in_one_line_and_leaves_nothing(model):
+def test_ctrl_c_ends_the_command_with_one_line_and_leaves_no_files(model):
     folder = model.parent
     assert child(folder, *AMID_WEIGHTS, False, signal.SIGINT) == 130
     assert (folder / "output.txt").read_text().endswith("interrupted\n")
     assert sorted(path.name for path in folder.iterdir()) == ["model", "output.txt"]
 
 
-def test_a_full_disk_is_named_with_the_file(model):
-    """A limit on the size of files stands for the disk; the embedding alone is above it."""
+def test_a_full_disk_is_reported_with_the_file(model):
+    """A limit on file sizes stands for a full disk. The embedding alone exceeds it."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731
     command = [sys.executable, "-m", "qerl_lab.quantize", *WORDS]
     limited = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=limit)

@@ -1,4 +1,4 @@
-"""A queue of two tiny runs on the CPU: made, packed, one pack lost, merged, and the lost one planned again."""
+"""A queue of two tiny runs on the CPU: run, packed, merged without a lost pack, and run again for the lost one."""
 
 import csv
 import os
@@ -59,7 +59,7 @@ def test_a_run_whose_pack_was_lost_is_planned_again(tmp_path: Path) -> None:
     assert [line.rpartition(" ")[2] for line in planned] == ["seed=1"]
     again = queue(
         tmp_path, "run", "results/queue.yaml", "pack=again", "runs=machine", "minutes=4"
-    )  # made there already
+    )  # the runs are already in `machine`
     assert [pack.name for pack in (tmp_path / "again").iterdir()] == [packs[1].name], again
     queue(tmp_path, "collect", "results/queue.yaml", "packs=[packed,again]", "runs=here")
     assert pd.read_parquet(results / "runs.parquet")["seed"].tolist() == [0, 1]
@@ -69,8 +69,8 @@ def test_a_run_whose_pack_was_lost_is_planned_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("send", [lambda pid: os.kill(pid, signal.SIGTERM), lambda pid: os.killpg(pid, signal.SIGINT)],
                          ids=["alone", "terminal"])  # fmt: skip
-def test_a_signal_to_the_command_stops_its_run_which_saves(tmp_path: Path, send: Callable[[int], None]) -> None:
-    """A terminal sends SIGINT to the run too, and the command a SIGTERM after it."""
+def test_a_signal_to_the_command_makes_its_run_save_and_stop(tmp_path: Path, send: Callable[[int], None]) -> None:
+    """A terminal also sends SIGINT to the run, and then the command sends SIGTERM to the run."""
     (tmp_path / "queue.yaml").write_text(QUEUE.replace("steps=1,", "steps=4000,").replace("[0, 1]", "[0]"))
     (tmp_path / "PREREGISTRATION.md").write_text("what was asked before")
     line = [sys.executable, "-m", "qerl_lab.tools.queue", "run", "queue.yaml", "pack=packed", "runs=machine"]

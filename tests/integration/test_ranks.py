@@ -1,6 +1,6 @@
-"""A run of two ranks on the CPU, through the command, equals the run of one process on the same draws.
+"""A run of two ranks on the CPU, started by the command, equals a run of one process on the same draws.
 
-One process plays both ranks in turn where it samples, each with the seed of its rank; the rest of it is as ever.
+The one process samples for both ranks in turn, each with the seed of its rank. Otherwise it is an ordinary run.
 """
 
 import json
@@ -62,7 +62,7 @@ class BothRanks:
 
 
 def command(run_dir: Path) -> subprocess.Popen[str]:
-    """The command line's process, which starts the ranks."""
+    """Start the command, which starts the ranks, and return its process."""
     words = [sys.executable, "-m", "qerl_lab", f"resume={run_dir}"]
     return subprocess.Popen(words, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -74,10 +74,12 @@ def finish(run_dir: Path) -> None:
 
 
 def stop_after(run_dir: Path, step: int, stop: Callable[[subprocess.Popen[str]], object]) -> tuple[int, str]:
-    """Start the run, stop it once the step is logged; return exit code and output."""
+    """Start the run, stop it once the step is logged, and return exit code and output."""
     process = command(run_dir)
     wait_for(lambda: last_step(run_dir) >= step, alive=lambda: process.poll() is None)
-    ranks = psutil.Process(process.pid).children(recursive=True)  # asked now: an orphan is nobody's child
+    ranks = psutil.Process(process.pid).children(
+        recursive=True
+    )  # listed now, because orphans have no parent to find them by
     assert len(ranks) >= RANKS
     stop(process)
     output, errors = process.communicate(timeout=300)
@@ -94,13 +96,13 @@ def kill_rank_1(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def two(new_run) -> Path:
-    """The directory of a finished run of two ranks that nobody interrupted."""
+    """Return the directory of a finished run of two ranks without interruptions."""
     run_dir = new_run(**SETTINGS, gpus=RANKS)
     finish(run_dir)
     return run_dir
 
 
-def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> None:
+def test_two_ranks_equal_one_process_on_the_same_draws(two: Path, tiny, tmp_path) -> None:
     """Every completion is drawn, trained on and counted once."""
     torch.set_num_threads(1)
     cfg = tiny(**SETTINGS)
@@ -128,7 +130,7 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
     assert apart < 1e-3 * moved
 
 
-def test_the_record_is_that_of_one_process(two: Path) -> None:
+def test_the_record_of_two_ranks_is_like_the_record_of_one_process(two: Path) -> None:
     assert [step for step, _ in lines_of(two)] == [0, 1, 2, 3, 4, 4]
     assert json.loads((two / "DONE").read_text())["steps"] == STEPS
     for line in RunDirectory(two).metrics():
@@ -139,10 +141,10 @@ def test_the_record_is_that_of_one_process(two: Path) -> None:
     (newest,) = (two / "checkpoints").glob("step-000004")
     assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     states = [torch.load(newest / f"rng_state_{rank}.pth", weights_only=False)["cpu"] for rank in range(RANKS)]
-    assert not torch.equal(*states), "the ranks would drop out the same"
+    assert not torch.equal(*states), "the ranks would have the same dropout"
 
 
-def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_all_and_the_run_goes_on(new_run, two: Path) -> None:
+def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_them_and_resume_continues(new_run, two: Path) -> None:
     run_dir = new_run(**SETTINGS, gpus=RANKS)
     code, said = stop_after(run_dir, 1, lambda process: process.send_signal(signal.SIGTERM))
     assert code == 130, said
@@ -161,8 +163,8 @@ def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_all_and_the_run_g
     assert files_of(run_dir)[0] == files_of(two)[0]
 
 
-def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run, two: Path) -> None:
-    """Rank 0 fails in the evaluation; rank 1 fails there, in a sync, and in a rollout of the next step."""
+def test_a_failure_in_one_rank_ends_all_ranks_and_none_waits(new_run, two: Path) -> None:
+    """Rank 0 fails in the evaluation. Rank 1 fails in the evaluation, in a sync, and in a rollout of step 2."""
     run = RunDirectory(new_run(**SETTINGS | {"checkpoint__every": 0}, gpus=RANKS))
     for plan, cause, saved in (
         ("die@1@0", "rank 0: the worker died", 0),

@@ -1,7 +1,7 @@
-"""report.html and the site in a real browser, on a phone and on a desk: nothing missing, too wide or complained of.
+"""report.html and the site in a real browser, as wide as a phone and a desktop: nothing is missing or too wide.
 
-Needs the extra `browser` and a Chromium, in the path or of `playwright install chromium`, and for the site the extra
-`docs`; skipped without.
+Needs the extra `browser` and a Chromium (in the path, or by `playwright install chromium`). The site needs the extra
+`docs`. Without them these tests are skipped.
 """
 
 import functools
@@ -40,7 +40,7 @@ def browser() -> Iterator["playwright.Browser"]:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of arms with labels that are hard to break, and a reason that is."""
+    """Make a report with labels and a failure reason that are hard to wrap."""
     folder, draw = tmp_path_factory.mktemp("pages"), np.random.default_rng(0)
     for seed in range(3):
         for arm, changes in (("bf16", {}), ("nvfp4_aqn", {}), ("nvfp4_aqn", {"optim__learning_rate": 3e-05})):
@@ -53,7 +53,9 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("width", [380, 1400])
-def test_the_page_in_a_browser(browser: "playwright.Browser", full: Path, width: int) -> None:
+def test_a_report_fits_its_window_without_errors_or_requests(
+    browser: "playwright.Browser", full: Path, width: int
+) -> None:
     page, complaints, asked = browser.new_page(viewport={"width": width, "height": 900}), [], []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -71,7 +73,7 @@ def test_the_page_in_a_browser(browser: "playwright.Browser", full: Path, width:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """The built site and its address: the search of its pages needs a server."""
+    """Build and serve the site; yield its folder and address. The search of its pages needs a server."""
     pytest.importorskip("mkdocs", reason="pip install 'qerl-lab[docs]'")
     folder = tmp_path_factory.mktemp("site")
     subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", folder], cwd=ROOT, check=True)
@@ -84,7 +86,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [380, 1400])
-def test_every_page_of_the_site(browser: "playwright.Browser", site: tuple[Path, str], width: int) -> None:
+def test_every_page_of_the_site_fits_its_window_without_errors_or_outside_requests(
+    browser: "playwright.Browser", site: tuple[Path, str], width: int
+) -> None:
     folder, address = site
     page, complaints, asked = browser.new_page(viewport={"width": width, "height": 900}), [], []
     page.on("console", lambda message: complaints.append((page.url, message.text)))

@@ -1,6 +1,6 @@
 """Interruptions of a real run: signals, kill -9 at the worst moments, damaged checkpoints.
 
-Each ends in the record of a run that nobody interrupted: every metric but times, speeds and memory, bit for bit, no
+Each run ends with the record of an uninterrupted run: every metric but times, speeds and memory, bit for bit, no
 step missing or double, in metrics.jsonl and in MLflow, and the same adapter. The signals are sent to the command
 itself; most other children are forked (tests/helpers/killed_runs.py).
 """
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.slow
-def test_the_noise_is_there_and_every_part_of_the_settings_acts(reference: Reference) -> None:
+def test_noise_acts_in_the_reference_run_and_so_does_every_other_setting(reference: Reference) -> None:
     """Check the reference run itself, with which the other tests compare."""
     steps = dict(reference.lines[1:-1])
     sigma = [steps[step]["noise/sigma"] for step in steps]
@@ -49,7 +49,7 @@ def test_the_noise_is_there_and_every_part_of_the_settings_acts(reference: Refer
 
 
 def stopped(words: list[str], run_dir: Path, step: int, number: signal.Signals) -> tuple[str, str, int]:
-    """Send a command a signal once the step is logged; return its output, errors and exit code."""
+    """Send a signal to a command once the step is logged; return its output, errors and exit code."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, *words[1:]], cwd=run_dir.parent, **pipes)
     wait_for(lambda: last_step(run_dir) >= step, pause=0.001, alive=lambda: process.poll() is None)
@@ -61,8 +61,8 @@ def stopped(words: list[str], run_dir: Path, step: int, number: signal.Signals) 
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_step_saves_and_says_how_to_continue(killable, reference: Reference) -> None:
-    """First SIGINT; the command that it prints, typed as a user would, gets SIGTERM. No checkpoint is due at either."""
+def test_after_a_signal_a_run_ends_its_step_saves_and_says_how_to_continue(killable, reference: Reference) -> None:
+    """The run gets SIGINT, and the command that it prints gets SIGTERM. No checkpoint is due at either time."""
     run_dir, words, done = killable(checkpoint__every=0), ["python", "-m", "qerl_lab"], 0
     words.append(f"resume={run_dir}")
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -91,7 +91,7 @@ QUESTIONS = {
 
 
 def stopped_among_questions(run_dir: Path, phase: str, number: signal.Signals) -> tuple[int, str]:
-    """Send a command a signal once its terminal shows the evaluation; return its exit code and output."""
+    """Send a signal to a command once its terminal shows the evaluation; return its exit code and output."""
     master, terminal = os.openpty()
     line = [sys.executable, "-m", "qerl_lab", f"resume={run_dir}"]
     process = subprocess.Popen(line, cwd=run_dir.parent, stdout=terminal, stderr=terminal, start_new_session=True)
@@ -99,8 +99,8 @@ def stopped_among_questions(run_dir: Path, phase: str, number: signal.Signals) -
     said = ""
     while f"held-out questions {phase}: " not in said:
         said += os.read(master, 65536).decode(errors="replace")
-    os.killpg(process.pid, number)  # as a terminal does, and a scheduler
-    with suppress(OSError):  # of a terminal that nobody else has open
+    os.killpg(process.pid, number)  # as a terminal and a scheduler do
+    with suppress(OSError):  # raised if nobody else has the terminal open
         while more := os.read(master, 65536):
             said += more.decode(errors="replace")
     os.close(master)
@@ -108,8 +108,8 @@ def stopped_among_questions(run_dir: Path, phase: str, number: signal.Signals) -
 
 
 @pytest.mark.slow
-def test_a_signal_during_an_evaluation_leaves_it_and_resume_repeats_it(new_run) -> None:
-    """All 512 completions are one batch: a run that finished it would have the answers in its record."""
+def test_a_signal_during_an_evaluation_ends_it_and_resume_repeats_it(new_run) -> None:
+    """All 512 completions are one batch. A run that finished the batch would have the answers in its record."""
     whole, run_dir = new_run(**QUESTIONS), new_run(**QUESTIONS)
     finish(whole)
     reference = lines_of(whole)
@@ -139,18 +139,28 @@ def test_kill_9_at_the_worst_moments(killable, reference) -> None:
     kill(
         run_dir,
         ("qerl_lab.record.directory", "RunDirectory.note_mirror", 1),  # before MLflow is asked for anything
-        ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # evaluated, and not yet logged
-        ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # logged
-        ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # step 1 logged, and no checkpoint of it
+        (
+            "qerl_lab.record.directory",
+            "RunDirectory.write_evaluations",
+            1,
+            True,
+        ),  # the evaluation is done and not yet logged
+        ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # the evaluation is logged
+        ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # step 1 is logged, and has no checkpoint
         ("qerl_lab.record.checkpoint", "sha256", 3),  # a checkpoint without manifest
-        ("qerl_lab.record.checkpoint", "_flush_to_disk", 2),  # a whole one that is not named yet
-        ("qerl_lab.record.checkpoint", "shutil.rmtree", 2),  # the next, before the last one is dropped
+        ("qerl_lab.record.checkpoint", "_flush_to_disk", 2),  # a complete one without its final name
+        ("qerl_lab.record.checkpoint", "shutil.rmtree", 2),  # the next one, before the last one is deleted
         ("qerl_lab.aqn.solver", "solve", 1),  # the texts for a stage's sigma are sampled
         ("qerl_lab.aqn.solver", "solve", 1, True),  # the sigma is found, and nothing holds it
         ("qerl_lab.record.checkpoint", "save", 3, True),  # exactly between two steps
         ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1),  # the last evaluation is not kept
-        ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # its rows are there, its line is not
-        ("qerl_lab.report.plots", "save_curves", 1),  # its line is there
+        (
+            "qerl_lab.record.directory",
+            "RunDirectory.write_evaluations",
+            1,
+            True,
+        ),  # its rows are written, its line is not
+        ("qerl_lab.report.plots", "save_curves", 1),  # its line is written
         ("qerl_lab.tracking.tracker", "Tracker.finish", 1),
         ("qerl_lab.tracking.tracker", "Tracker.finish", 1, True),  # MLflow says finished, and there is no DONE
     )
@@ -161,7 +171,7 @@ def test_kill_9_at_the_worst_moments(killable, reference) -> None:
 
 @pytest.mark.slow
 def test_a_run_of_all_weights_that_is_killed_ends_in_the_same_weights(killable) -> None:
-    """With noise on norms that are trained, between two steps and in the middle of writing a checkpoint."""
+    """Trained norms have noise. The kills come between two steps, in a checkpoint and before an evaluation."""
     full = {"lora__rank": 0, "format__name": "bf16", "algorithm__beta": 0.0, "optim__learning_rate": 1e-3}
     whole, killed = killable(**full), killable(**full)
     finish(whole)
@@ -183,8 +193,8 @@ def test_a_run_of_all_weights_that_is_killed_ends_in_the_same_weights(killable) 
 
 
 @pytest.mark.slow
-def test_kill_9_around_an_evaluation_during_training(killable) -> None:
-    """Kill it before the evaluation, after its rows, and after its line but before the checkpoint of the step."""
+def test_a_run_that_is_killed_around_an_evaluation_in_training_ends_the_same(killable) -> None:
+    """The kills come before the evaluation, after its rows, and after its line but before the step's checkpoint."""
     every = {"steps": 4, "eval__every": 2, "eval__subset_questions": 4, "checkpoint__every": 2}
     whole, killed = (killable(**every, tracking__mlflow=False) for _ in range(2))
     finish(whole)
@@ -212,13 +222,13 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference) -> None:
+def test_damaged_checkpoints_are_skipped_with_a_warning(killable, reference) -> None:
     """First the newest checkpoint is damaged, then all: the run goes back one step, then to its start."""
     run_dir = killable()
     folder = run_dir / "checkpoints"
 
     def killed_at(step: int) -> list[Path]:
-        """Checkpoints of a run that is killed when it has this one, the newest first."""
+        """Kill the run when it has the checkpoint of this step, and return its checkpoints, the newest first."""
         process = start(run_dir)
         wait_for((folder / f"step-{step:06d}").exists, pause=0.001, alive=process.is_alive)
         process.kill()
@@ -234,7 +244,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
     finish(run_dir)
     output = (run_dir / "output.txt").read_text()
     assert re.search(rf"warning: checkpoint {first} is damaged \(.+\); using the previous one", output)
-    for path in second:  # of the oldest that is left it says that there is no earlier one
+    for path in second:  # the warning on the oldest says that there is no earlier one
         assert f"warning: checkpoint {path} is damaged (" in output
     assert output.count("; there is no earlier one, so training starts again.") == 1
     assert re.findall(r"continuing after step \d", output) == [f"continuing after step {int(first.name[-1]) - 1}"]
@@ -242,7 +252,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
 
 
 @pytest.mark.slow
-def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, tmp_path: Path) -> None:
+def test_a_run_does_not_continue_with_another_model_at_its_path(tiny, tmp_path: Path) -> None:
     """Both the command and the run's process refuse. A launcher may start the process later, on another machine."""
     model, directory = shutil.copytree(ASSETS, tmp_path / "model"), RunDirectory(tmp_path / "run")
     directory.claim(with_absolute_paths(tiny(model__path=str(model))), TypedCommand("the command"))

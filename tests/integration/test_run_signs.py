@@ -13,7 +13,7 @@ from qerl_lab.record.line_files import PER_STEP
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-def test_questions_left_out_a_collapse_and_completions_are_said_and_kept(tmp_path: Path) -> None:
+def test_questions_left_out_and_a_collapse_are_reported_and_completions_are_kept(tmp_path: Path) -> None:
     words = [
         "+experiment=nvfp4", "steps=7", "rollout.prompts_per_step=8", "rollout.max_prompt_tokens=55",
         "optim.learning_rate=1", "eval.questions=0", "tracking=none", "device=cpu", "run_dir=run",

@@ -1,4 +1,4 @@
-"""No password and no token reaches a file of a run, its MLflow store or the screen, however the run ends."""
+"""Passwords and tokens never reach the files of a run, its MLflow store or the screen, however the run ends."""
 
 import subprocess
 from pathlib import Path
@@ -30,8 +30,8 @@ def find_secrets(here: Path, *texts: str) -> list[str]:
     return found + [str(path) for path in files if any(secret.encode() in path.read_bytes() for secret in SECRETS)]
 
 
-def test_a_run_with_a_password_in_its_environment_writes_and_says_none(tmp_path: Path) -> None:
-    """The server is away; the run ends, is continued without the password, fails, and is sent to the server later."""
+def test_passwords_and_tokens_of_the_environment_are_neither_written_nor_printed(tmp_path: Path) -> None:
+    """The server is away. The run ends, fails when continued without the password, and `resync` fails later."""
     uri = "http://me:pa55word@127.0.0.1:1/x"
     environment = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     run = lab(tmp_path, "qerl_lab", "+experiment=nvfp4", *SMALL, **environment)

@@ -1,6 +1,6 @@
-"""Sweeps that were run before: finished jobs are skipped, stopped ones go on, also after kill -9; several at once.
+"""Repeated sweeps: finished jobs are skipped, stopped jobs go on, also after kill -9. Several jobs run at once.
 
-Seeds are those of standin.py: in its first session 1 fails and 4 waits; the others are done, from 20 on in a second.
+Seeds act as in standin.py: in a first session 1 fails and 4 waits. Others finish, and from 20 on they take a second.
 """
 
 import json
@@ -47,7 +47,7 @@ def is_free(run_dir: Path) -> bool:
     return False
 
 
-def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_skips_finished_jobs_and_continues_failed_ones(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "seed=0,1"]) == 1
     assert sessions() == [1, 1]
     assert main(["-m", "seed=0,1"]) == 0
@@ -71,11 +71,11 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
         assert len(sessions()) == before + 2
     assert main(["-m", "seed=0,10", "hydra.sweep.dir=runs/sweeps/adhoc/a"]) == 0
     capfd.readouterr()
-    assert main(["-m", "seed=0,10"]) == 0  # of three sweeps of these jobs the last begun, whatever its name
+    assert main(["-m", "seed=0,10"]) == 0  # three sweeps have these jobs: the one begun last goes on, whatever its name
     assert "2 jobs in runs/sweeps/adhoc/a\n" in capfd.readouterr().out
 
 
-def test_a_sweep_with_a_deleted_run_is_named_with_the_words_that_complete_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_with_a_deleted_run_is_named_with_the_word_that_completes_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "seed=0,10,11"]) == 0
     (directory,) = Path("runs/sweeps/adhoc").iterdir()
     shutil.rmtree(directory / "1-adhoc-seed10")
@@ -85,19 +85,19 @@ def test_a_sweep_with_a_deleted_run_is_named_with_the_words_that_complete_it(cap
     assert f"note: 2 of these runs are in {directory}: type {typed} to run only the others\n" in capfd.readouterr().out
     assert main(["-m", "seed=0,10,11", typed]) == 0
     assert sessions() == [1, 1, 1]
-    for words in (["seed=0,12"], ["seed=0,10,11", "lora.rank=4"]):  # runs of another grid are no part of this one
+    for words in (["seed=0,12"], ["seed=0,10,11", "lora.rank=4"]):  # these grids are not part of that sweep
         main(["-m", *words, "dry_run=true"])
         assert "of these runs" not in capfd.readouterr().out
 
 
 def _record_code(run: Path, *codes: str) -> None:
-    """Write the env.json of a run's sessions, each by code of one of these hashes. The stand-in writes none."""
+    """Write the env.json of a run's sessions, one session for each hash in `codes`. The stand-in writes none."""
     for number, code in enumerate(codes, 1):
         text = json.dumps({"gpus": [], "data": {}, "code_hash": code})
         (run / ("env.json" if number == 1 else f"env.{number}.json")).write_text(text)
 
 
-def test_another_code_begins_anew_and_names_the_sweep_to_go_on_with(capfd: pytest.CaptureFixture[str]) -> None:
+def test_changed_code_starts_a_new_sweep_and_names_the_one_to_continue(capfd: pytest.CaptureFixture[str]) -> None:
     words, here = ["-m", "seed=0,1"], code_hash()
     assert main(words) == 1
     (directory,) = Path("runs/sweeps/adhoc").iterdir()
@@ -120,7 +120,7 @@ def test_another_code_begins_anew_and_names_the_sweep_to_go_on_with(capfd: pytes
     assert main(words) == 1
     assert sessions() == [1, 2, 1, 1], "a new sweep"
     assert main(words) == 0
-    assert sessions() == [1, 2, 1, 2], "which the same words continue"
+    assert sessions() == [1, 2, 1, 2], "the same words continue the new sweep"
     assert "other source files" not in capfd.readouterr().out.rpartition("begun before")[2]
 
 
@@ -149,7 +149,7 @@ def test_a_job_refuses_the_directory_of_another_run(capfd: pytest.CaptureFixture
     )
 
 
-def test_runs_on_another_number_of_gpus_are_others() -> None:
+def test_runs_on_another_number_of_gpus_are_other_runs() -> None:
     words = ["seed=0,10", "device=cpu", "optim.micro_batch_size=8"]
     assert main(["-m", *words]) == 0
     for gpus, is_begun in ((1, True), (2, False)):
@@ -185,7 +185,7 @@ def _record_questions(run: Path) -> None:
     (run / "env.json").write_text(json.dumps({"gpus": [], "data": dict(asked), "code_hash": code_hash()}))
 
 
-def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> None:
+def test_a_run_is_another_run_if_the_file_of_its_questions_changed() -> None:
     data = _questions("data")
     words = ["-m", "seed=0", "task=gsm8k", f"task.path={data}"]
     assert main(words) == 0
@@ -200,7 +200,7 @@ def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> N
     assert main([*words[:-1], "task.path=/no/questions.jsonl"]) == 2
     moved.rename(data)
     (data / "test.jsonl").write_text(test.replace("9 + 1?", "9 + 2?"))
-    preflight.question_counts._load_task.cache_clear()  # which another command would not have
+    preflight.question_counts._load_task.cache_clear()  # another command would have an empty cache
     assert main(words) == 0
     assert sessions() == [1, 1]
     shutil.rmtree(data)
@@ -209,13 +209,13 @@ def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> N
     assert sessions() == [1, 1]
 
 
-def test_without_hashes_questions_at_another_path_are_others() -> None:
+def test_without_hashes_questions_at_another_path_make_another_run() -> None:
     for folder in ("data", "copy"):
         assert main(["-m", "seed=0", "task=gsm8k", f"task.path={_questions(folder)}"]) == 0
     assert sessions() == [1, 1]
 
 
-def test_a_stopped_run_of_moved_questions_goes_on_with_a_link(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_with_moved_questions_continues_through_a_link(capfd: pytest.CaptureFixture[str]) -> None:
     data = _questions("data")
     words = ["-m", "seed=0,1", "task=gsm8k"]
     assert main([*words, f"task.path={data}"]) == 1
@@ -233,7 +233,7 @@ def test_a_stopped_run_of_moved_questions_goes_on_with_a_link(capfd: pytest.Capt
 
 
 @pytest.mark.parametrize("how", ["resume", "in a pool"])
-def test_a_sweep_that_was_killed_with_minus_9_goes_on(
+def test_a_sweep_that_was_killed_with_sigkill_continues(
     standin: Path, how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["-m", "seed=0,4,10", *(["jobs=2", "cpu_threads=1"] if how == "in a pool" else [])]
@@ -282,8 +282,8 @@ def test_hydras_basic_launcher_runs_checked_jobs_and_the_same_command_continues(
     assert sessions() == [1, 2, 1]
 
 
-def test_hydra_composes_no_job_but_the_first_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The callback has composed all; each takes a quarter of a second."""
+def test_hydra_composes_only_the_first_job_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callback has composed all jobs, and composing one takes a quarter of a second."""
     again = list[int]()
     monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda _, batch: again.append(len(batch)))
     assert main(["-m", "seed=20,21,22"]) == 0
@@ -297,13 +297,13 @@ def most_at_once() -> int:
     return max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
 
 
-def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_runs_exactly_the_given_number_of_jobs_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "seed=20,21,10,1", "jobs=2", "cpu_threads=1"]) == 1
     assert most_at_once() == 2
     out, err = capfd.readouterr()
     assert "1 failed" in out
     assert "ValueError: the reason" in err
-    assert re.search(r"job [012]: step 25/50", err)  # the table is read again every second: it may miss a short job
+    assert re.search(r"job [012]: step 25/50", err)  # progress is read every second, so a short job may be missed
     assert "the console of" not in out + err
     assert "the console of 20\n" in [path.read_text() for path in Path("runs").rglob("console.txt")]
 
@@ -317,7 +317,7 @@ def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == ["3", "3", "5", "5"]
 
 
-def test_a_sweep_with_a_damaged_record_is_made_anew() -> None:
+def test_a_sweep_with_a_damaged_record_starts_anew() -> None:
     words = ["-m", "seed=0,10"]
     assert main(words) == 0
     for number, file in ((1, "resolved.yaml"), (2, "env.json")):
@@ -336,17 +336,17 @@ def test_a_continued_run_takes_the_jobs_per_gpu_that_is_typed_now(capfd: pytest.
     assert said in capfd.readouterr().err
     assert main(words) == 0
     assert sessions() == [2, 1]
-    assert [RunDirectory(run).config().jobs_per_gpu for run in _runs()] == [1, 2]  # the second was done
+    assert [RunDirectory(run).config().jobs_per_gpu for run in _runs()] == [1, 2]  # the second was done before
 
 
-def test_two_jobs_that_share_none_take_two_gpus() -> None:
+def test_two_jobs_that_share_no_gpu_take_two_gpus() -> None:
     alone = scheduler.GpuPool(["0", "1"], 1)
     with alone.take(1) as first, alone.take(1) as second:
         assert {*first, *second} == {"0", "1"}
         assert not any(alone._room.values())
 
 
-def test_a_job_sees_as_many_gpus_as_it_takes_and_one_on_the_cpu_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_sees_the_gpus_that_it_takes_and_a_cpu_job_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     class Job(launch.SweepJob):
         def __call__(self) -> str:
             return self.variables.get("CUDA_VISIBLE_DEVICES", "none")
@@ -381,7 +381,7 @@ def read(terminal: int) -> str:
         return ""
 
 
-def test_on_a_terminal_a_table_stands_where_the_last_one_stood(standin: Path) -> None:
+def test_on_a_terminal_each_table_replaces_the_last_one(standin: Path) -> None:
     master, terminal = os.openpty()
     os.set_blocking(master, False)
     parent = background(standin, "-m", "seed=4,0", "lora.rank=4", stderr=terminal)
@@ -393,14 +393,14 @@ def test_on_a_terminal_a_table_stands_where_the_last_one_stood(standin: Path) ->
     text = "".join([*shown, read(master)])
     before = re.split(r"\x1b\[(\d)F\x1b\[J", text.partition(launch.STOPPING)[0])
     drawn, up = before[:-1:2], before[1::2]
-    assert [text.count("\n") for text in drawn] == [int(lines) for lines in up]  # each where the last one stood
+    assert [text.count("\n") for text in drawn] == [int(lines) for lines in up]  # each replaces the last one
     after = text.partition(f"{launch.STOPPING}\n")[2]
     assert re.match(r"(job  step|job 0: interrupted)", after)  # below the message, which stays
     assert "job 0: interrupted, reward 0.50, seed=4 (0 of 2 done, 1 interrupted)" in after
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_stopped_when_all_is_done_is_done(standin: Path) -> None:
+def test_a_sweep_that_is_stopped_when_all_jobs_are_done_is_done(standin: Path) -> None:
     """The signal comes while the last job ends."""
     standin.write_text(standin.read_text() + "\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(0.5)\n")
     command = background(standin, "-m", "seed=0", "lora.rank=4", "hydra.sweep.dir=sweep")

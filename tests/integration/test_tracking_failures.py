@@ -1,4 +1,4 @@
-"""The mirror when MLflow is absent, dies or never answers. Runs that are killed are in test_resume.py."""
+"""The mirror when MLflow is absent, fails or never answers. Runs that are killed are in test_resume.py."""
 
 import socket
 import subprocess
@@ -24,7 +24,7 @@ from waiting import wait_for
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-def test_no_mlflow_at_the_start_is_said_once_and_filled_later(
+def test_an_absent_mlflow_is_reported_once_and_filled_later_by_resync(
     run_dir: Path,
     db: str,
     capfd: pytest.CaptureFixture[str],
@@ -114,7 +114,7 @@ Child = Callable[[str, Path], subprocess.Popen[str]]
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    """Starts Python code that has a tracker at hand; ends what is left of it."""
+    """Yield a function that starts Python code with a tracker imported; kill its processes at the end."""
     begun: list[subprocess.Popen[str]] = []
     source = """
 from pathlib import Path

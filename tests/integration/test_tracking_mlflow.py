@@ -25,7 +25,7 @@ from waiting import wait_for
 pytestmark = pytest.mark.integration
 
 
-def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
+def test_mlflow_receives_points_parameters_tags_files_and_numbers(run_dir: Path, db: str) -> None:
     cfg = config(run_dir, db, seed=3, experiment="nvfp4_aqn")
     (run_dir / "curves.png").write_bytes(b"png")
     tracker = Tracker(cfg, RunDirectory(run_dir))
@@ -48,14 +48,16 @@ def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
     numbers = "| accuracy after | 0.75 |\n| accuracy gain interval | [0.1911, 0.2933] |\n| steps | 39 |\n"
     assert run.data.tags["mlflow.note.content"].endswith(numbers)
     (experiment,) = MlflowClient(tracking_uri=db).search_experiments(filter_string="name = 'qerl-lab'")
-    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"  # a link opens the page of curves
+    assert (
+        experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    )  # so that a link to the experiment opens its curves
     mirror = mlflow_module.MlflowMirror(cfg, RunDirectory(run_dir))
     MlflowClient(tracking_uri=db).set_tag(run.info.run_id, "mlflow.note.content", "look here")
     mirror.close("FINISHED", {"steps": 39}, 0.0)
     assert runs(db)[0].data.tags["mlflow.note.content"] == "look here"
 
 
-def test_a_store_is_where_its_run_was_typed(
+def test_the_default_store_is_in_the_directory_where_the_run_was_typed(
     run_dir: Path, tmp_path: Path, empty_db: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (typed_in := tmp_path / "a#b").mkdir()
@@ -95,7 +97,7 @@ def test_values_that_are_not_finite_do_not_stop_the_mirror(run_dir: Path, db: st
     assert "added 0 points" in resync(RunDirectory(run_dir))
 
 
-def test_a_resumed_run_is_the_same_run_without_doubles(run_dir: Path, db: str) -> None:
+def test_a_resumed_run_continues_its_mlflow_run_without_double_points(run_dir: Path, db: str) -> None:
     track(run_dir, db, range(1, 8), "KILLED")
     first_id = runs(db)[0].info.run_id
     cfg = config(run_dir, db, cpu_threads=3)  # a changed parameter must not raise
@@ -121,8 +123,8 @@ def test_a_step_that_is_trained_again_keeps_the_run_and_its_last_point_counts(ru
     assert {step for _, step in doubles(db, run.info.run_id)} == {6, 7}
 
 
-def test_a_run_that_got_more_steps_gets_a_run_of_its_own(run_dir: Path, db: str) -> None:
-    """MLflow cannot change the parameter `steps`, so the longer run needs an MLflow run of its own."""
+def test_an_extended_run_gets_its_own_mlflow_run(run_dir: Path, db: str) -> None:
+    """MLflow cannot change the parameter `steps`, so the longer run needs its own MLflow run."""
     track(run_dir, db, range(1, 3), steps=2)
     short = RunDirectory(run_dir).config()
     track(run_dir, db, range(3, 5), last_step=2, steps=4, extended=[2])
@@ -134,10 +136,10 @@ def test_a_run_that_got_more_steps_gets_a_run_of_its_own(run_dir: Path, db: str)
     assert f"found run {new.info.run_id}, added 0 points" in resync(RunDirectory(run_dir), db)
 
 
-def test_a_mirror_of_an_older_version_is_found_though_the_schema_has_a_new_key(
+def test_a_mirror_of_an_older_version_is_found_although_the_schema_has_a_new_key(
     run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new key changes `config_hash`, and MLflow has no parameter of it."""
+    """The new key changes `config_hash`, and the MLflow run lacks its parameter."""
     with monkeypatch.context() as older:
         all_params = mlflow_module.params
         older.setattr(mlflow_module, "config_hash", lambda cfg: "0123456789ab")
@@ -150,7 +152,7 @@ def test_a_mirror_of_an_older_version_is_found_though_the_schema_has_a_new_key(
     assert after.info.run_id == before.info.run_id
 
 
-def test_a_mirror_whose_parameters_did_not_arrive_is_found_again(run_dir: Path, db: str) -> None:
+def test_a_mirror_without_parameters_is_found_again(run_dir: Path, db: str) -> None:
     cfg = config(run_dir, db)
     log(Tracker(config(run_dir, mlflow=False), RunDirectory(run_dir)), range(1, 3))
     mlflow_module.prepare_mlflow()
@@ -169,7 +171,7 @@ def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: s
     later = Tracker(config(run_dir, db, mlflow=False), RunDirectory(run_dir), last_step=5)
     later.log(6, {"reward/mean": 1.0, "reward/std": 2.0})
     moved = RunDirectory(run_dir.rename(run_dir.parent / "moved"))
-    assert "added 2 points and 0 parameters" in resync(moved), "no more than what is missing"
+    assert "added 2 points and 0 parameters" in resync(moved), "only the missing points"
     assert mirrored(db) == recorded(moved.path)
     assert runs(db)[0].data.tags["run_dir"] == str(moved.path)
 
@@ -177,7 +179,7 @@ def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: s
 @pytest.mark.parametrize(
     ("mark", "status"), [("DONE", "FINISHED"), ("FAILED", "FAILED"), (None, "KILLED")], ids=["done", "failed", "killed"]
 )
-def test_resync_creates_then_adds_nothing(
+def test_a_second_resync_adds_nothing_to_the_run_that_the_first_created(
     run_dir: Path, db: str, capsys: pytest.CaptureFixture[str], mark: str | None, status: str
 ) -> None:
     off = config(run_dir, mlflow=False, steps=29, eval=EvalConfig(questions=0))
@@ -221,7 +223,7 @@ def test_resync_into_another_store_and_back_makes_one_run_in_each(
     assert points(other, runs(other)[0].info.run_id) == mirrored(db) == recorded(run_dir)
 
 
-def test_a_database_whose_creation_was_killed_is_not_left_behind(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_created_database_is_not_left_behind(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(tracking_uri: str) -> None:
         Path(tracking_uri.removeprefix("sqlite:///")).write_bytes(b"half of a database")
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
-"""A real `vllm serve` with two tensor-parallel workers, on a CPU, led as one of a GPU is.
+"""A real `vllm serve` with two tensor-parallel workers on a CPU, driven like a server on GPUs.
 
-It proves that the noise reaches every worker bit for bit, that the adapter is cut as the layers are, and that the
-log-probs are those of one worker. It proves nothing of NCCL, of CUDA graphs, or of speed.
+The tests show that noise reaches every worker bit for bit, that the adapter is split like the layers, and that the
+log-probs equal those of one worker. They show nothing about NCCL, CUDA graphs or speed.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.integration, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]  # fmt: skip
 
-NATS = 1e-4  # how near the log-probs come to float64: as near as those of one worker (test_contract.NATS)
+NATS = 1e-4  # largest error of log-probs against float64, as for one worker (test_contract.NATS)
 PROMPTS = [[3, 4, 5], list(range(10, 60))]
 
 
@@ -47,7 +47,7 @@ def policy_and_engine(
         engine.close()
 
 
-def test_every_worker_holds_the_same_noise_and_samples_as_one(policy_and_engine) -> None:
+def test_both_workers_hold_the_same_noise_and_sample_like_one_worker(policy_and_engine) -> None:
     policy, engine = policy_and_engine
     adapter = [weight for name, weight in policy.model.named_parameters() if "lora_B" in name]
     first = engine.generate(PROMPTS, 4, Sampling(32, seed=1))
@@ -71,8 +71,8 @@ def test_every_worker_holds_the_same_noise_and_samples_as_one(policy_and_engine)
     assert ids_of(again) == ids_of(first)
 
 
-def test_an_adapter_that_cannot_be_read_leaves_the_workers_in_step(policy_and_engine) -> None:
-    """An error raised in several workers would leave the second's answer, and each later one would come a call late."""
+def test_after_an_unreadable_adapter_the_workers_still_answer_in_order(policy_and_engine) -> None:
+    """If both workers raised, the second's answer would stay unread, and every later answer would come a call late."""
     _, engine = policy_and_engine
     settings = engine._folder / "adapter_config.json"
     text = settings.read_text()

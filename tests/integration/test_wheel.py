@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel installed and nothing else of ours."""
+    """Build the wheel and return a directory with the wheel unpacked and nothing else of this package."""
     made, site = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(made), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
@@ -33,7 +33,7 @@ def python(site: Path, elsewhere: Path, *words: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_the_wheel_is_what_is_imported(site: Path, tmp_path: Path) -> None:
+def test_the_package_is_imported_from_the_wheel(site: Path, tmp_path: Path) -> None:
     shown = python(
         site, tmp_path, "-c", "import qerl_lab.config.conf_folder as c; print(c.__file__, c.package_data('conf'))"
     )
@@ -53,7 +53,7 @@ def test_the_wheel_lists_experiments_and_sweeps(site: Path, tmp_path: Path) -> N
     assert "mxfp4_aqn" in planned.stdout
 
 
-def test_the_wheel_brings_the_paper_s_numbers(site: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_the_papers_numbers(site: Path, tmp_path: Path) -> None:
     ask = "from qerl_lab.report import claims, reference; from qerl_lab.report.paper_curves import FIGURES\n"
     ask += "print(len(reference.paper_numbers()), len(reference.digitized(FIGURES[0].file)), len(claims.of_paper()))"
     shown = python(site, tmp_path, "-c", ask)
