@@ -69,6 +69,13 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path):
     assert files(tmp_path / "out.partial") == {"thesis.tex": "years"}
 
 
+def test_a_command_that_was_killed_in_its_first_journal_starts_again(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / f"{JOURNAL}.tmp").write_text("{")
+    with begin(tmp_path / "out") as unfinished:
+        assert list(files(unfinished.folder)) == [JOURNAL]
+
+
 def test_two_processes_do_not_write_at_once(tmp_path):
     code = (
         "import sys; from pathlib import Path; from qerl_lab.record.out import Unfinished\n"
