@@ -164,7 +164,7 @@ def _checked_grade(
     where = f"task.module={module}: grade(texts, questions)"
     try:
         given = function(texts, questions)
-    except Exception as error:  # the user's code can raise anything
+    except (Exception, SystemExit) as error:  # the user's code can raise anything
         raise GraderFailed(f"{where} raised {_describe_error(error, module)}.") from error
     required = {"format", "answer", *(weighted if are_required else ())}
     if not isinstance(given, dict) or not required <= set(given) <= {*PARTS, *weighted}:
@@ -192,7 +192,7 @@ def _checked_grade(
     return scores
 
 
-def _describe_error(error: Exception, module: str) -> str:
+def _describe_error(error: BaseException, module: str) -> str:
     """Describe what a function of the user's file `module` raised, with the last line of the file that led to it."""
     file = str(Path(module).absolute())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

@@ -197,6 +197,7 @@ def test_one_wrong_score_among_many_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("function", "said"), [
     ("def grade(texts, questions): return 1 / 0", "raised ZeroDivisionError: division by zero (line 1)."),
+    ("def grade(texts, questions): exit(3)", "raised SystemExit: 3 (line 1)."),
     ("def grade(texts): return 3", "raised TypeError: grade() takes 1 positional argument but 2 were given."),
 ])  # fmt: skip
 def test_an_error_in_grade_names_the_file_and_is_no_config_error(tmp_path: Path, function: str, said: str) -> None:
