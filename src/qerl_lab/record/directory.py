@@ -321,7 +321,7 @@ class RunDirectory:
         if changed:
             raise ConfigError(
                 f"{self.path / RESOLVED} is not the configuration that {saved.path.name} was trained with: "
-                f"{', '.join(changed)}. {PUT_BACK}"
+                f"{some_of(changed)}. {PUT_BACK}"
             )
 
     def check(self) -> None:
@@ -409,8 +409,10 @@ class RunDirectory:
         hash of the source files when the process began; None computes it now. The command comes from .typed, which is
         then deleted; without that file it is the command of this process.
         """
-        earlier, typed = len(list(self.path.glob("env*.json"))), self._read_json(TYPED, dict)
-        number = f".{earlier + 1}" if earlier else ""
+        typed, first = self._read_json(TYPED, dict), self.path / "env.json"
+        # Not the number of files: the user may have moved a damaged one away.
+        taken = [*([1] if first.exists() else []), *map(_session_of, self.path.glob("env.*.json"))]
+        number = f".{max(taken) + 1}" if taken else ""
         (self.path / f"code{number}.diff").write_text(environment.code_diff(module), encoding="utf-8")
         found = environment.environment(TypedCommand(**typed) if typed else None)
         found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
@@ -424,7 +426,7 @@ class RunDirectory:
 
     def environments(self) -> list[dict[str, Any]]:
         """Read env.json and every env.N.json, in the order of their sessions."""
-        later = sorted(self.path.glob("env.*.json"), key=lambda path: int(path.name.split(".")[1]))
+        later = sorted(self.path.glob("env.*.json"), key=_session_of)
         return [read_json(path, dict) for path in (self.path / "env.json", *later) if path.exists()]
 
     def sessions(self) -> list[list[Any]]:
@@ -551,6 +553,11 @@ class RunDirectory:
     def artifacts(self) -> list[Path]:
         """Return the existing files that a mirror uploads."""
         return [path for name in ARTIFACTS if (path := self.path / name).exists()]
+
+
+def _session_of(path: Path) -> int:
+    """Return the number of the session that an env.N.json describes: 2 for env.2.json."""
+    return int(path.name.split(".")[1])
 
 
 def is_run(files: Iterable[str]) -> bool:

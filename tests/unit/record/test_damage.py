@@ -112,6 +112,9 @@ def test_an_edited_configuration_is_refused_and_the_changed_keys_are_named(tmp_p
     shutil.rmtree(newest)
     with pytest.raises(ConfigError, match=r"step-000002 was trained with"):
         run.checked_metrics()
+    (run.path / "resolved.yaml").write_text("seed: 0\n")  # cut off: over a hundred keys differ
+    with pytest.raises(ConfigError, match=r"model\.path=nothing \(was .*\),.* and \d+ more\. Put it back as"):
+        run.checked_metrics()
 
 
 def test_answers_come_in_the_order_in_which_they_were_given(tmp_path: Path) -> None:

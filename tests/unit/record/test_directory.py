@@ -60,6 +60,16 @@ def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory) -> No
     assert run.overrides() == TYPED.words
 
 
+def test_a_session_replaces_no_record_after_a_damaged_one_was_moved_away(run: RunDirectory) -> None:
+    for command in ("first", "second", "third"):
+        run.begin(TypedCommand(command))
+        run.write_environment({})
+        if command == "second":
+            (run.path / "env.json").unlink()
+    assert [session["command"] for session in run.environments()] == ["second", "third"]
+    assert {"code.diff", "code.2.diff", "code.3.diff"} < names(run.path)
+
+
 def test_the_sessions_of_a_run_stand_in_their_order(tmp_path: Path) -> None:
     for name in ("env.json", "env.2.json", "env.10.json", "env.9.json"):
         (tmp_path / name).write_text(f'{{"file": "{name}"}}')
