@@ -104,6 +104,7 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
                 "Add rows, of which one in 64 is held out, or type eval.questions=0",
             ],
         ),
+        ("task.module=empty.py", ["empty.py has no training question. Let its function train return some."]),
         ("task.module=few.py", ["few.py has 1 held-out question,", "Let its function heldout return more, or type"]),
         ("task=gsm8k task.path=unasked eval.questions=0 eval.every=1", ["has 0 held-out", "or type eval.every=0."]),
         (
@@ -136,6 +137,7 @@ def test_a_command_that_cannot_run_is_refused_before_anything_is_made(
     Path("few.py").write_text(
         "from qerl_lab.tasks import arithmetic\n\ndef heldout(cfg):\n    return arithmetic.heldout(cfg)[:1]\n"
     )
+    Path("empty.py").write_text("def train(cfg): return []\ndef heldout(cfg): return []\n")
     row, other = (json.dumps({"question": asked, "answer": "#### 2"}) + "\n" for asked in ("1+1?", "0+2?"))
     for name, train, test in (("none", "", row * 2), ("one", other, row), ("unasked", row, "")):
         Path(name).mkdir()

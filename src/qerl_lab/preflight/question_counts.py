@@ -72,7 +72,9 @@ def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     keys = [f"task.{key}={given}" for key in ("path", "module") if (given := getattr(cfg.task, key))]
     source = keys[0] if keys else f"task={cfg.task.name} at this difficulty"
     if train == 0:
-        raise ConfigError(f"{source} has no training question. Type {more}.")
+        is_made_by_file = cfg.task.module and not cfg.task.path
+        remedy = "Let its function train return some." if is_made_by_file else f"Type {more}."
+        raise ConfigError(f"{source} has no training question. {remedy}")
     if (unasked := overrides_without_evaluation(cfg)) and heldout < 2:
         remedy = f"Type {more}, or"
         if cfg.task.path:

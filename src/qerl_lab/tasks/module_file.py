@@ -87,7 +87,7 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
 
 
 def _result_of(where: str, function: Callable[..., Any], cfg: TaskConfig) -> Any:
-    """Return `function(cfg)`, a call into the user's file; turn its ValueError or OSError into a ConfigError.
+    """Return `function(cfg)`, a call into the user's file; turn its ValueError, OSError or exit into a ConfigError.
 
     The message begins with `where`, the name of the call, and has the line of the error.
     """
@@ -95,7 +95,7 @@ def _result_of(where: str, function: Callable[..., Any], cfg: TaskConfig) -> Any
         return function(cfg)
     except ConfigError:  # of a function of the lab that the file calls
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SystemExit) as error:
         raise ConfigError(f"{where} raised {_describe_error(error, str(cfg.module))}.") from error
 
 

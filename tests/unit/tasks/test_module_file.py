@@ -156,6 +156,7 @@ def train(cfg): return [Question("a", pickle.loads(pickle.dumps(Riddle("A?"))).t
       for part in ("format", "mean", "<part>", "id", "tokens", "engine")],
     ("def weights(cfg): return {'short': 1.0}", "defines weights without grade. Define grade too."),
     ("def train(cfg): return open('no/file')", "train(cfg) raised FileNotFoundError: [Errno 2] No such file or direct"),
+    ("def train(cfg): exit(0)", "train(cfg) raised SystemExit: 0 (line 1)."),
     (REWARD + "\ndef weights(cfg):\n    raise ValueError('odd')", "weights(cfg) raised ValueError: odd (line "),
 ])  # fmt: skip
 def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, said: str) -> None:
