@@ -145,10 +145,13 @@ def globals_unchanged() -> Iterator[None]:
 
 
 def module_globals() -> dict[str, tuple[int, ...]]:
-    """Return the identity of each module's functions and constants, and of the entries of its lists, sets and dicts."""
+    """Return the identity of functions and constants in the lab's modules, and of entries of their lists, sets, dicts.
+
+    A user's file (`qerl_lab_task_NAME`) is left out: each import replaces its functions.
+    """
     found = {}
     for module, content in list(sys.modules.items()):
-        if module.startswith("qerl_lab") and isinstance(content, ModuleType):
+        if module.partition(".")[0] == "qerl_lab" and isinstance(content, ModuleType):
             for name, value in vars(content).items():
                 if not name.startswith("__"):
                     entries = [*value.values()] if isinstance(value, dict) else value
