@@ -115,8 +115,8 @@ class Nf4(Format):
 
         `ignore` names the layers left dense: full names, last parts of names, or modules that contain layers.
         transformers takes an entry for the beginning or the end of a name (`layers.1` for `layers.10` too), so the
-        quantize command lists full names. Raises ValueError for a `re:` pattern, because
-        bitsandbytes would read it as a name.
+        quantize command lists full names. Raises ValueError for a `re:` pattern, because bitsandbytes would read it as
+        a name.
         """
         if any(entry.startswith("re:") for entry in ignore):
             raise ValueError(
