@@ -3,15 +3,13 @@
 import errno
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qerl_lab.cli import jobs, launch, scheduler
-from qerl_lab.cli.compose import Job, make_plan
-from qerl_lab.cli.live import SweepProgress
+from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import python_command
@@ -50,23 +48,6 @@ def test_a_job_that_a_stopped_sweep_did_not_begin_can_be_resumed(
     noted = json.loads((run.path / ".typed").read_text())
     assert noted["words"] == ["seed=0", "lora.rank=4"]
     assert noted["sweep"].endswith("/a sweep")
-
-
-def test_a_stop_while_the_last_job_ends_is_told_to_the_caller(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Otherwise a search would begin its next trial."""
-    end_job = SweepProgress.end_job
-
-    def stopped(progress: SweepProgress, job: Job, message: str) -> None:
-        end_job(progress, job, message)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(SweepProgress, "end_job", stopped)
-        assert main(["-m", f"seed={DONE}", "hydra.sweep.dir=sweep"]) == 130
-    assert "1 job in sweep: 1 done" in capfd.readouterr().out
-    assert main(["-m", f"seed={DONE}", "hydra.sweep.dir=sweep"]) == 0
 
 
 def test_a_job_that_another_process_runs_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:

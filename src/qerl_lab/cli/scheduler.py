@@ -96,17 +96,16 @@ def _show_until_done(waiting: dict[Any, Job], progress: SweepProgress, stop_file
 def finish(plan: Plan) -> int:
     """Print a table of how the jobs of a sweep ended, and save it in the sweep's directory. Return the exit code.
 
-    The code is 130 after an interruption, also if it came while the last job ended, because the caller must not begin
-    more work then. Otherwise it is 0 if all jobs are done, else 1: a job failed or never began.
+    The code is 0 if all jobs are done, 130 after an interruption, else 1: a job failed or never began.
     """
     table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
     replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
     print(table)
-    statuses, is_stopped = {RunDirectory(job.run_dir).status for job in plan.jobs}, stop_file.exists()
+    statuses = {RunDirectory(job.run_dir).status for job in plan.jobs}
     if statuses == {"done"}:
-        stop_file.unlink(missing_ok=True)
-        return INTERRUPTED if is_stopped else OK
-    return INTERRUPTED if is_stopped or "interrupted" in statuses else FAILURE
+        stop_file.unlink(missing_ok=True)  # from a signal that came while the last job ended
+        return OK
+    return INTERRUPTED if stop_file.exists() or "interrupted" in statuses else FAILURE
 
 
 class GpuPool:
