@@ -9,6 +9,7 @@ from typing import Any
 from qerl_lab.bench.bench_options import AnyOptions, RolloutOptions, Row, StepOptions, TrainStepOptions
 from qerl_lab.bench.job import check
 from qerl_lab.cli.grammar import Command, main_of
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.environment import environment
 from qerl_lab.system import exits
@@ -48,7 +49,7 @@ def measure(options: AnyOptions) -> None:
     print(bench.text(result))
     print("  ".join(str(file) for file in (as_json, as_png) if file.exists()))
     if dead := [row["arm"] for row in rows if "died" in row]:
-        raise ValueError(f"{len(dead)} arms died: {'; '.join(dead)}. The table says of what.")
+        raise ValueError(f"{with_noun(len(dead), 'arm')} died: {'; '.join(dead)}. The table says of what.")
 
 
 def require_gpu() -> None:

@@ -98,7 +98,7 @@ def run(options: EntropyOptions) -> None:
     task = read_questions(options)
     make_directory(out, f"out={out}")  # before the model answers, and after all that may be refused
     texts = sample_texts(options, device, task)
-    print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
+    print(f"{with_noun(len(texts.pairs), 'completion')} of {options.prompts}, {len(texts.states)} tokens, on {device}")
     rows = [{"arm": "dense", **entropy_columns(texts.entropies_T, texts)}]
     with terminal.ProgressBar("models", len(arms), unit="model") as bar:
         for arm in arms:
@@ -171,7 +171,8 @@ def sample_texts(options: EntropyOptions, device: torch.device, task: Task | Non
     dense.chat.key = ""  # these commands have no option for the instruction
     prompts = [dense.chat.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]
     most = options.max_completion_tokens
-    print(f"sampling {len(prompts)} completions of at most {most} tokens by the dense model, on {device}", flush=True)
+    sampled = with_noun(len(prompts), "completion")
+    print(f"sampling {sampled} of at most {most} tokens by the dense model, on {device}", flush=True)
     completions = rollout.build(cfg, dense).generate(prompts, 1, Sampling(most, options.seed)).completions
     pairs = [(prompt, completion.ids) for prompt, completion in zip(prompts, completions, strict=True)]
     model = dense.base

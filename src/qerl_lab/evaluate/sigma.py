@@ -8,6 +8,7 @@ over the same sampled completions. Noise with the same KL as a format disturbs t
 import sys
 
 from qerl_lab.aqn import Noise
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig
 from qerl_lab.config.spelling import spell_list
@@ -41,12 +42,12 @@ def run(options: SigmaOptions) -> None:
         )
     if {*norms} != {*AqnConfig().norms}:
         print(f"noise on the norms of this model: a run needs aqn.norms={spell_list(norms)}")
-    print(f"{len(texts.pairs)} completions, {len(texts.states)} tokens, on {device}")
+    print(f"{with_noun(len(texts.pairs), 'completion')}, {len(texts.states)} tokens, on {device}")
     for name in FORMATS:
         model, _ = policy.load_base(run_config(texts_options, name), device)
         nats, error = kl.mean_and_error(compare_to_dense(model, texts)[1], texts.lengths)
         print(f"format {name:6}  KL to bf16   {nats:.5f} +- {error:.5f} nats")
-    notice = f"{len(options.sigmas)} sigmas of {DRAWS} draws, each about as long as format bf16"
+    notice = f"{with_noun(len(options.sigmas), 'sigma')} of {DRAWS} draws, each about as long as format bf16"
     print(notice, file=sys.stderr, flush=True)
     for sigma in options.sigmas:
         draws = [Noise(sigma, seed=0, step=step, relative=options.relative) for step in range(1, DRAWS + 1)]

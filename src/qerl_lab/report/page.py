@@ -144,7 +144,7 @@ def html(
         "name_of": verdict_tables.name_of, "terms": verdict_tables.describe_measure,
     }  # fmt: skip
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
-        title=f"{title}: a report of {len(compared.runs) + len(compared.damaged)} runs", command=line,
+        title=f"{title}: a report of {with_noun(len(compared.runs) + len(compared.damaged), 'run')}", command=line,
         facts=_list_counts(compared, Counter(row.verdict for row in measured)),
         notes=[*_list_gaps(compared), *comparison.notes(compared)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ,

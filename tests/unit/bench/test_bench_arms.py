@@ -228,7 +228,7 @@ def test_after_a_dead_arm_the_others_run_and_the_command_exits_with_1(
     plays(monkeypatch, f"sys.exit(1) if 'qlora' in job['arm'] else write({row})")
     assert run_command(arms="[qlora_stock,bf16_stock]", **small) == exits.FAILURE
     out, err = capsys.readouterr()
-    assert "error: 1 arms died: qlora_stock." in err
+    assert "error: 1 arm died: qlora_stock." in err
     told = [line.partition(": ") for line in err.splitlines() if line.endswith((" s", "starts"))]
     assert [(what, said[:7]) for what, _, said in told] == [
         ("random weights in nf4", "written"), ("qlora_stock, rank 32", "starts"),
