@@ -28,7 +28,7 @@ IGNORED = ["lm_head", "down_proj"]  # down_proj stays dense, the others are pack
 def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way: str, **changes: Any) -> RunConfig:
     """Return the configuration of a run with the model in `folder`.
 
-    `way` names what computes, joined by "+": one of `WAYS` in tests/gpu. `changes` win over what it says.
+    `way` names what computes, joined by "+": one of `WAYS` in tests/gpu. `changes` override it.
     """
     ways, usual = way.split("+"), "auto" if weight_format == "fp8" else "vllm"  # vLLM's choice is Humming for FP8
     settings = dict(

@@ -409,10 +409,10 @@ class RunDirectory:
         hash of the source files when the process began; None computes it now. The command comes from .typed, which is
         then deleted; without that file it is the command of this process.
         """
-        typed, first = self._read_json(TYPED, dict), self.path / "env.json"
+        typed = self._read_json(TYPED, dict)
         # Not the number of files: the user may have moved a damaged one away.
-        taken = [*([1] if first.exists() else []), *map(_session_of, self.path.glob("env.*.json"))]
-        number = f".{max(taken) + 1}" if taken else ""
+        last = max(map(_session_of, self.path.glob("env*.json")), default=0)
+        number = f".{last + 1}" if last else ""
         (self.path / f"code{number}.diff").write_text(environment.code_diff(module), encoding="utf-8")
         found = environment.environment(TypedCommand(**typed) if typed else None)
         found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
@@ -426,8 +426,7 @@ class RunDirectory:
 
     def environments(self) -> list[dict[str, Any]]:
         """Read env.json and every env.N.json, in the order of their sessions."""
-        later = sorted(self.path.glob("env.*.json"), key=_session_of)
-        return [read_json(path, dict) for path in (self.path / "env.json", *later) if path.exists()]
+        return [read_json(path, dict) for path in sorted(self.path.glob("env*.json"), key=_session_of)]
 
     def sessions(self) -> list[list[Any]]:
         """Read [start, end] of every process that worked on the run, in Unix seconds; the end is null while it runs."""
@@ -556,8 +555,8 @@ class RunDirectory:
 
 
 def _session_of(path: Path) -> int:
-    """Return the number of the session that an env.N.json describes: 2 for env.2.json."""
-    return int(path.name.split(".")[1])
+    """Return the number of the session that a file describes: 1 for env.json, 2 for env.2.json."""
+    return int(path.stem.partition(".")[2] or 1)
 
 
 def is_run(files: Iterable[str]) -> bool:

@@ -60,7 +60,7 @@ class LineFile(Generic[T]):
                 values = json.loads(line)
                 record = self.decode(values)
                 parsed.append((line, values["step"], record))
-            except (ValueError, TypeError, AttributeError) as error:
+            except (ValueError, TypeError, AttributeError, OverflowError) as error:
                 number = path.read_bytes().count(b"\n", 0, offset) + index + 1
                 raise ConfigError(
                     f"{path}, line {number}, is not {self.kind}: {line.rstrip()[:80]!r}. "

@@ -263,7 +263,7 @@ def _measure_side(
 
 
 def _measure_option(measure: str, runs: Sequence[Run], controls: Sequence[Run], seeds: Sequence[int]) -> Measured:
-    """Return `measure` of the runs at one value of the swept key, for the given seeds.
+    """Measure the runs at one value of the swept key, such as one learning rate; a row for each of `seeds`.
 
     `controls` are the runs of the control side, which some measures need.
     """

@@ -79,9 +79,9 @@ class Run:
 
     @property
     def configured(self) -> dict[str, str]:
-        """Return `origin.configured` as a dict: the scale, and the name of the user's file as `task.module`.
+        """Parse `origin.configured` into a dict, such as {"scale": "pocket", "task.module": "FILE.py"}.
 
-        Older results lack both.
+        Older results lack both keys.
         """
         return dict(word.split("=", 1) for word in self.origin.configured.split())
 

@@ -256,7 +256,7 @@ class Machine:
         return Path(self.options.runs).absolute() / planned.key
 
     def ended_row(self, planned: Planned) -> Row | None:
-        """Return the row that an earlier command wrote when the run's training ended here; None if none did."""
+        """Read the row of the ledger that was stored in the run's directory when training ended; None if it did not."""
         file = self.run_folder(planned) / ROW
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
@@ -491,7 +491,7 @@ def collect(options: CollectOptions) -> None:
 
 
 def _unpack(file: Path, folder: Path) -> Row:
-    """Unpack a packed record, a run's directory, into `folder`; return its row of the ledger.
+    """Unpack `file`, a packed run directory, into `folder`; return the run's row of the ledger.
 
     Raises one of DAMAGED if `file` is no whole record.
     """

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 FIRST_SEED = 100  # lower seeds are kept for the reported sweeps
 HOW_IT_RUNS = (*OF_SWEEPS, "cpu_threads")  # keys that may change between two commands
 TABLE = "table.txt"
-ASKED, CODE = "asked", "code"  # attributes of the study: words and source files that it was begun with
+ASKED = "asked"  # attribute of the study: the words that it was begun with
+CODES = "codes"  # attribute of the study: each `code_hash` that its trials ran with, oldest first
+OTHER_CODE = (
+    "note: the search began with other source files of qerl_lab than later trials had (code_hash in env.json), and "
+    "other code may give other values. Type another out to search with one code."
+)
 Ranges = dict[str, tuple[float, float]]
 
 
@@ -145,13 +150,10 @@ def search(options: SearchOptions, words: list[str]) -> None:
             "Type another out, or the words that the search began with."
         )
     study.set_user_attr(ASKED, asked)
-    study.set_user_attr(CODE, begun_by := study.user_attrs.get(CODE, code_hash()))
-    finished = [trial for trial in study.trials if trial.state.is_finished()]
-    if begun_by != code_hash() and len(finished) < options.trials:
-        print(
-            "note: the search began with other source files of qerl_lab (code_hash in env.json), and other code may "
-            "give other values. Type another out to search with one code."
-        )
+    if sum(trial.state.is_finished() for trial in study.trials) < options.trials:
+        study.set_user_attr(CODES, codes := [*dict.fromkeys([*study.user_attrs.get(CODES, []), code_hash()])])
+        if len(codes) > 1:
+            print(OTHER_CODE)
     while trial := _next_trial(study, options, ranges):
         print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
         sweep = hydra_override("hydra.sweep.dir", str(options.trial_folder(trial)))
@@ -214,7 +216,10 @@ def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
 
 
 def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> str:
-    """Format the table of trials, best first, and the command that runs the best values with other seeds."""
+    """Format the table of trials, best first, and the command that runs the best values with other seeds.
+
+    A note tells if source files changed during the search.
+    """
     trials = sorted(study.trials, key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     best = trials[0]
     rows = [["trial", options.objective, "values", "directory"]]
@@ -222,7 +227,8 @@ def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> 
         value = "failed" if trial.value is None else f"{trial.value:.4f}"
         rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(options.trial_folder(trial))])
     words = [*(word for word in shared if word != "eval.questions=0"), *_overrides(best), "seed=0,1,2,3,4"]
-    lines = [columns(rows), f"mean of seeds {', '.join(map(str, options.seeds))}."]
+    changed = [OTHER_CODE] if len(study.user_attrs.get(CODES, [])) > 1 else []
+    lines = [columns(rows), *changed, f"mean of seeds {', '.join(map(str, options.seeds))}."]
     if best.value is not None:
         lines[-1] += " Report the best values on other seeds."
         lines.append(f"next: {python_command()} -m qerl_lab -m {shlex.join(words)}")

@@ -117,7 +117,7 @@ def test_a_search_continued_with_other_source_files_prints_a_note(
     for code, trials, is_told in (("before", 2, False), ("before", 3, False), ("now", 3, False), ("now", 4, True)):
         monkeypatch.setattr(command, "code_hash", lambda code=code: code)
         search(tmp_path, Lab(), trials=trials)
-        assert (told in capsys.readouterr().out) == is_told
+        assert (told in capsys.readouterr().out) == (told in (tmp_path / "table.txt").read_text()) == is_told
 
 
 def test_a_trial_with_a_failed_run_has_no_value_and_the_search_continues(tmp_path: Path) -> None:
