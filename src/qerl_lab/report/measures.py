@@ -11,7 +11,7 @@ from qerl_lab.report.runs import Arm, Run, first_tenth, last_tenth
 
 Values: TypeAlias = pd.DataFrame  # a row per seed, a column per question or a single column
 MeasureFunction = Callable[[Sequence[Run], Sequence[Run]], Values]  # (runs, runs of the control arm) -> values
-SHARED = "runs ran beside others, whose seconds are theirs too"
+SHARED = "runs ran beside others and slowed each other"
 FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
 LEAST_RISE = 0.05  # smallest rise in the share of right answers; half of a smaller one is within the noise of a step
 
