@@ -44,7 +44,8 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     }, dtype=str)  # fmt: skip
     recorded = table[table["heldout"] != ""].groupby("training")["heldout"].unique()
     only = {training: hashes[0] for training, hashes in recorded.items() if len(hashes) == 1}
-    table["heldout"] = table["heldout"].where(table["heldout"] != "", table["training"].map(only).fillna(""))
+    of_others = table["training"].map(lambda training: only.get(training, ""))
+    table["heldout"] = table["heldout"].where(table["heldout"] != "", of_others)
     known = table[table["training"] != ""].assign(asked=lambda rows: rows["training"] + "/" + rows["heldout"])
     paths = known.groupby("asked")["path"].transform("first")
     is_ambiguous = known["asked"].groupby([known["task"], paths]).transform("nunique") > 1
