@@ -22,7 +22,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 BESIDE = ("README.md", "LOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff", "tests/README.md", "tests/planted.py")
 FOLDERS = ("docs", "results", "src")
-SHOWN = {".md", ".png", ".html", ".csv", ".json", ".yaml", ".css", ".py"}
+SHOWN = {".md", ".png", ".html", ".csv", ".json", ".jsonl", ".yaml", ".css", ".py"}
 LEAST_SCALE = 0.38  # of a picture on a narrow screen, where a wide one scrolls: smaller labels cannot be read
 LONG_CELL = 40  # characters of a table cell that gets a wider column
 

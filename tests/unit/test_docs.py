@@ -3,6 +3,7 @@
 Each rule is a function of text, applied to the pages and to a line that breaks it.
 """
 
+import ast
 import importlib
 import itertools
 import re
@@ -21,6 +22,11 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "qerl_lab"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = [ROOT / "LOG.md", *sorted((ROOT / "docs" / "log").glob("*.md"))]
+SITE = {  # the constants of the site's hook, which needs MkDocs to be imported
+    statement.targets[0].id: ast.literal_eval(statement.value)
+    for statement in ast.parse((ROOT / "docs" / "site_hook.py").read_text(encoding="utf-8")).body
+    if isinstance(statement, ast.Assign) and statement.targets[0].id in ("BESIDE", "FOLDERS", "SHOWN")
+}
 FOLDERS = {"conf", "docs", "notebooks", "results", "src", "sweeps", "tests"}
 PACKAGES = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
 PLACEHOLDERS = {"FILE.py": str(Path(__file__)), "RUN_DIR": ".", "DIR": ".", "TIME": "t", "MODEL": "pocket", "N": "1"}
@@ -83,6 +89,17 @@ def is_dead(target: str, text: str, folder: Path) -> bool:
     return bool(anchor) and anchor not in anchors(page)
 
 
+def links_off_site(text: str, folder: Path) -> list[str]:
+    """Return the links to files that the site leaves out, which `make docs` refuses."""
+    found = []
+    for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
+        if "://" not in target and (folder / target).is_file():
+            path = (folder / target).resolve().relative_to(ROOT)
+            shown = path.parts[0] in SITE["FOLDERS"] and path.suffix in SITE["SHOWN"]
+            found += [] if shown or str(path) in SITE["BESIDE"] else [target]
+    return found
+
+
 def commands(text: str) -> Iterator[str]:
     """Yield the command lines `python -m qerl_lab...` of code blocks and code spans, joined and without comments."""
     whole = re.sub(r" \\\n +", " ", text)
@@ -140,9 +157,10 @@ def test_the_tree_names_every_file_of_the_package():
     assert drawn((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")) == files | packages
 
 
-def test_every_link_has_a_target():
-    dead = {page.name: dead_links(page.read_text(encoding="utf-8"), page.parent) for page in [*PAGES, *LOG]}
-    assert {name: found for name, found in dead.items() if found} == {}
+def test_every_link_has_a_target_that_the_site_shows():
+    texts = {page: page.read_text(encoding="utf-8") for page in [*PAGES, *LOG, *(ROOT / "results").rglob("*.md")]}
+    wrong = {page: dead_links(text, page.parent) + links_off_site(text, page.parent) for page, text in texts.items()}
+    assert {page: found for page, found in wrong.items() if found} == {}
 
 
 @pytest.mark.slow
@@ -165,6 +183,8 @@ def test_the_rules_find_errors(tmp_path: Path):
     (tmp_path / "page.md").write_text("# One `of_them`: two!\n")
     links = "[a](nowhere.md) [b](https://x.org/y.md) [c](page.md#one-of_them-two) [d](page.md#two) [e](#f) [g](#here)"
     assert dead_links(f"{links}\n## Here", tmp_path) == ["nowhere.md", "page.md#two", "#f"]
+    links = "[a](results/pocket/pretrain.py) [b](.gitignore) [c](conf/config.yaml) [d](Makefile#x) [e](LOG.md)"
+    assert links_off_site(links, ROOT) == [".gitignore", "conf/config.yaml", "Makefile"]
     assert anchors("# A b\n## A b\n") == {"a-b", "a-b-1"}
     wrong = ["python -m qerl_lab lora.rnk=3", "python -m qerl_lab.quantize fromat=nvfp4", "python -m qerl_lab.nope x"]
     wrong.append("python -m qerl_lab.bench step \"arms=['nvfp4 lora.rnk=3']\"")
