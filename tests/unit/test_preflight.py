@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from packed_layers import BY_NAME, tiny_model
 from qerl_lab import preflight
@@ -165,6 +166,28 @@ def test_a_command_that_cannot_run_is_refused_before_anything_is_made(
 def test_a_damaged_model_is_named(name: str, content: bytes | None, said: str, model: Path) -> None:
     (model / name).unlink() if content is None else (model / name).write_bytes(content)
     with pytest.raises(ConfigError, match=said):
+        on_disk.check(model, plain(model__path=str(model)))
+
+
+def test_a_model_with_other_names_gets_all_of_them_as_a_remedy(model: Path) -> None:
+    """A close name alone would adapt one layer of four (Phi 3 has qkv_proj and gate_up_proj)."""
+    tensors = load_file(model / "model.safetensors")
+    save_file({name.replace("q_proj", "qkv_proj"): tensor for name, tensor in tensors.items()},
+              model / "model.safetensors")  # fmt: skip
+    on_disk.layers.cache_clear()
+    remedy = r"Type for example lora\.target_modules=\[down_proj,gate_proj,k_proj,o_proj,qkv_proj,up_proj,v_proj\]\.$"
+    with pytest.raises(ConfigError, match=remedy):
+        on_disk.check(model, plain(model__path=str(model)))
+
+
+@pytest.mark.parametrize("config", [
+    {"architectures": ["BertForMaskedLM"]},
+    {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+])  # fmt: skip
+def test_a_model_that_is_no_causal_lm_is_refused(config: Mapping[str, Any], model: Path) -> None:
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | config))
+    with pytest.raises(ConfigError, match=rf"{config['architectures'][0]} by its config\.json; allowed: causal"):
         on_disk.check(model, plain(model__path=str(model)))
 
 

@@ -121,7 +121,7 @@ def read_arm(path: str) -> dict[int, Evaluated]:
             why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {seed}, as the run has it"
             raise ConfigError(
                 f"{path} holds several evaluations that are not the seeds of one arm: {format_path(folders[0])} and "
-                f"{format_path(folder)}, {why}. Type the directory of one."
+                f"{format_path(folder)}, {why}. Type the directory of one, or of copies of those to compare."
             )
         by_seed[seed] = Evaluated(about, rows_by_group(pd.read_parquet(folder / ROWS), about["own_is_common"]))
     return by_seed

@@ -167,7 +167,7 @@ def sample_texts(options: EntropyOptions, device: torch.device, task: Task | Non
     """
     task = task or read_questions(options)
     cfg = run_config(options, DENSE_FORMAT)
-    dense = policy.build(cfg, device, fits_norms=True)
+    dense = policy.build(cfg, device, fits_names=True)
     dense.chat.key = ""  # these commands have no option for the instruction
     prompts = [dense.chat.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]
     most = options.max_completion_tokens

@@ -72,7 +72,7 @@ def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -
     them (Gemma 2). For this the backbone runs once, on a dummy token; in later calls of forward it only returns this
     output, with a chunk of `states` in it.
     """
-    backbone = model.base_model
+    backbone = model.get_decoder()  # OPT's forward calls the decoder inside its base_model
     token = torch.zeros(1, 1, dtype=torch.long, device=states.device)
     with torch.no_grad():
         output = backbone(input_ids=token, use_cache=False)

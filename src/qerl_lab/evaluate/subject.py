@@ -138,7 +138,7 @@ def load_policy(subject: Subject) -> Policy:
     cfg = subject.cfg
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
-    loaded = policy.build(cfg, policy.device_of(cfg.device), fits_norms=True)
+    loaded = policy.build(cfg, policy.device_of(cfg.device), fits_names=True)
     loaded.chat.day, loaded.chat.key = subject.day, "instruction"
     loaded.model.requires_grad_(False)  # so that the engine reserves no memory for gradients
     if subject.adapter is not None:
@@ -149,7 +149,7 @@ def load_policy(subject: Subject) -> Policy:
 @contextmanager
 def dequantized_subject(subject: Subject) -> Iterator[Subject]:
     """Context manager: yield the subject with its packed layers dequantized to bfloat16, in a temporary folder."""
-    loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device), fits_norms=True)
+    loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device), fits_names=True)
     tensors = dense_tensors(loaded, torch.bfloat16)
     model_folder = local_folder(subject.cfg.model.path, subject.cfg.model.revision)
     with scratch_folder(size_of(tensors)) as folder:

@@ -152,6 +152,8 @@ def check_tensors(
         found = [f"{some_of(missing, 1)} missing"] if missing else []
         found += [f"{some_of(extra, 1)} in no module"] if extra else []
         file = source.where((extra or sorted(stored))[0])
+        if any(".experts." in name for name in missing):
+            found.append("the lab does not merge the tensors of experts, as transformers does; type another model")
         raise ValueError(
             f"{file}: the tensors are not those of {type(model).__name__}, {kind} according to config.json: "
             f"{', '.join(found)}"

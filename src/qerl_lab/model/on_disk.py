@@ -17,7 +17,7 @@ from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, model_hash, read_safetensors_header
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
-from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, POCKET, AqnConfig, LoraConfig, RunConfig
 from qerl_lab.config.spelling import shell_override, spell_list
 from qerl_lab.model import gguf
 
@@ -25,6 +25,7 @@ ASSETS = Path(__file__).with_name("pocket")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head"  # output layer of a causal LM; in no file if tied to the embedding
 _WEIGHT = re.compile(r"(.*)\.(weight_packed|weight)$")
+_CAUSAL_LM = re.compile(r"CausalLM|LMHead|ConditionalGeneration")  # in the names of transformers' classes
 
 
 class Layer(NamedTuple):
@@ -136,11 +137,17 @@ def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
 
 
 def check_files(folder: Path, setting: str) -> None:
-    """Raise ConfigError if `folder` lacks config.json, weights or tokenizer, or has two sets of weights.
+    """Raise ConfigError if `folder` holds no causal LM, lacks weights or tokenizer, or has two sets of weights.
 
-    `setting` (`key=value`) is how the user named the model.
+    transformers would load a BERT as a causal LM too. `setting` (`key=value`) is how the user named the model.
     """
-    read_json(folder / "config.json", setting)
+    config = read_json(folder / "config.json", setting)
+    kind = ", ".join(config.get("architectures") or [])
+    if config.get("is_encoder_decoder") or (kind and not _CAUSAL_LM.search(kind)):
+        raise ConfigError(
+            f"{setting} is a {kind} by its config.json; allowed: causal language models such as Qwen2ForCausalLM. "
+            "Type the path of one."
+        )
     names = {path.name for path in folder.iterdir()}
     list_weight_files(folder)
     if not names & {INDEX, SINGLE}:
@@ -201,7 +208,8 @@ def check_chat_model(folder: Path, setting: str) -> None:
     if not settings.is_file() or not read_json(settings, setting).get("chat_template"):
         raise ConfigError(
             f"{setting} has no chat template, and questions are asked as a chat; allowed: chat_template.jinja, or "
-            "chat_template in tokenizer_config.json. Type an instruction-tuned model, or put a template beside it."
+            "chat_template in tokenizer_config.json. Type an instruction-tuned model, or a directory (no GGUF file) "
+            "to which you added chat_template.jinja."
         )
 
 
@@ -251,16 +259,18 @@ def _check_layer_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) 
     norms = sorted({name.rpartition(".")[2] for name in in_layers})
     ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
 
-    def refuse(key: str, entry: str, kind: str, allowed: list[str]) -> NoReturn:
-        hint = did_you_mean(entry, allowed) or (f" Type for example {key}=[{allowed[0]}]." if allowed else "")
+    def refuse(key: str, entry: str, kind: str, allowed: list[str], usual: Sequence[str] = ()) -> NoReturn:
+        # A default name that the model lacks is no typing error: the model has other names, so all are proposed.
+        hint = did_you_mean(entry, allowed) if entry not in usual else ""
+        hint = hint or (f" Type for example {key}={spell_list(allowed)}." if allowed else "")
         raise ConfigError(f"{key}: {entry!r} is no {kind} of {setting}; allowed: {', '.join(allowed)}.{hint}")
 
     for entry in [] if cfg.trains_all else cfg.lora.target_modules:
         if not any(f".{name}".endswith(f".{entry}") for name in linears):
-            refuse("lora.target_modules", entry, "Linear layer", ends)
+            refuse("lora.target_modules", entry, "Linear layer", ends, LoraConfig().target_modules)
     for entry in cfg.aqn.norms:
         if entry not in norms:
-            refuse("aqn.norms", entry, "norm in a layer", norms)
+            refuse("aqn.norms", entry, "norm in a layer", norms, AqnConfig().norms)
     for entry in cfg.format.ignore:
         if entry != HEAD and not any(is_ignored(name, [entry]) for name in linears):
             refuse("format.ignore", entry, "Linear layer", [*ends, "re:PATTERN"])

@@ -1,7 +1,7 @@
 """The policy: a frozen packed base with trainable LoRA adapters, or all weights trainable; and norms that get noise."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,7 +26,7 @@ from qerl_lab.model import all_weights, loading
 from qerl_lab.model.chat import Chat, pad_id
 from qerl_lab.model.linear import packable, packed_head, packed_layers
 from qerl_lab.model.lora import register_lora
-from qerl_lab.model.on_disk import packed_head_refusal, require_same_format
+from qerl_lab.model.on_disk import HEAD, packed_head_refusal, require_same_format
 from qerl_lab.model.weight_files import WeightFiles, loading_error, local_folder
 from qerl_lab.system.disk import make_readable
 
@@ -177,19 +177,21 @@ def compute_dtype(cfg: RunConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, cfg.model.dtype)
 
 
-def build(cfg: RunConfig, device: torch.device, *, fits_norms: bool = False) -> Policy:
+def build(cfg: RunConfig, device: torch.device, *, fits_names: bool = False) -> Policy:
     """Build the policy: load the base, pack its Linears, find the norms that get noise, attach new adapters.
 
     The adapters are initialized from cfg.seed. With lora=full there are none, and all weights of the base are trained.
-    `fits_norms`, for commands without the option aqn.norms, first sets cfg.aqn.norms to `fitting_norms` of the base.
-    Build the engine from the changed `cfg`, because vLLM holds in float32 the norms that `cfg` names.
+    `fits_names`, for commands without these options, first sets cfg.aqn.norms and cfg.lora.target_modules to names that
+    the base has (`fitting_norms`, `fitting_targets`). Build the engine from the changed `cfg`, because vLLM holds in
+    float32 the norms that `cfg` names.
 
     Raises ConfigError if the model cannot be loaded, lacks a module that `cfg` names, or a norm of aqn.norms feeds no
     linear layer.
     """
     base, tokenizer = load_base(cfg, device)
-    if fits_norms:
+    if fits_names:
         cfg.aqn.norms = fitting_norms(base, cfg.aqn.norms)
+        cfg.lora.target_modules = fitting_targets(base, cfg.lora.target_modules, cfg.model.path)
     norms = {name: hold_in_float32(norm) for name, norm in noisy_norms(base, cfg.aqn.norms, cfg.model.path).items()}
     if cfg.trains_all:
         dtype = base.dtype
@@ -213,8 +215,9 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     feeding = _norms_before_linears(model)
     missing = sorted(set(names) - {name.rpartition(".")[2] for name in norms})
     if wrong := [*missing, *(name for name in norms if name not in feeding)]:
-        allowed = sorted({name.rpartition(".")[2] for name in feeding})
-        remedy = f"aqn.norms={spell_list(allowed)}" if allowed else "model.dtype=float32, or another model"
+        allowed = _names_of_none_but(feeding, model)
+        remedy = "another model" if model.dtype == torch.float32 else "model.dtype=float32, or another model"
+        remedy = f"aqn.norms={spell_list(allowed)}" if allowed else remedy
         raise ConfigError(
             f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, or has a bias and is not "
             "float32, and noise belongs on the norms before q, k, v and gate, up; allowed: "
@@ -228,8 +231,29 @@ def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
     Names are last parts, e.g. `input_layernorm`. Returns [] if no norm feeds a linear layer, as in OLMo 2.
     """
-    feeding = {name.rpartition(".")[2] for name in _norms_before_linears(model)}
-    return list(names) if feeding.issuperset(names) else sorted(feeding)
+    allowed = _names_of_none_but(_norms_before_linears(model), model)
+    return list(names) if {*allowed}.issuperset(names) else allowed
+
+
+def fitting_targets(model: PreTrainedModel, names: Sequence[str], path: str) -> list[str]:
+    """Return `names` if one of them names a Linear of `model`, else the last parts of the names of all its Linears.
+
+    The output layer does not count. Raises ConfigError if there is no other Linear; `path` is model.path, for the
+    message.
+    """
+    linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not linears - {HEAD}:
+        raise ConfigError(f"model.path={path} has no torch.nn.Linear in its layers, as GPT-2. Type another model.")
+    return list(names) if linears.intersection(names) else sorted(linears - {HEAD})
+
+
+def _names_of_none_but(modules: Collection[str], model: PreTrainedModel) -> list[str]:
+    """Return the last parts of the full names `modules`, sorted, without those that other modules of `model` have too.
+
+    In OPT `final_layer_norm` feeds a linear layer in each block, and is also the name of the model's last norm.
+    """
+    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in modules}
+    return sorted({name.rpartition(".")[2] for name in modules} - others)
 
 
 @torch.no_grad()

@@ -131,15 +131,15 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
             "and without HF_HUB_OFFLINE."
         ) from error
     except (OSError, ValueError) as error:  # not found, not an id
-        raise loading_error(f"{key}={path}", error) from error
+        raise ConfigError(
+            f"{loading_error(f'{key}={path}', error)} Allowed: pocket, a directory with safetensors weights and a "
+            "tokenizer, FILE.gguf, a reachable hub id."
+        ) from error
 
 
 def loading_error(setting: str, error: Exception) -> ConfigError:
     """Return a ConfigError: the model `setting` (`key=value`) could not be loaded because of `error`."""
-    return ConfigError(
-        f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}). "
-        "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
-    )
+    return ConfigError(f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}).")
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -9,6 +9,7 @@ import math
 import reprlib
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -143,8 +144,8 @@ def _checked_questions(
                 f"{where} returned the question {question.id!r:.80}; its id, prompt and answer must be text, and "
                 f"its payload what JSON holds{with_solution}: {first_line(error)}."
             ) from error
-    if len({question.id for question in questions}) < len(questions):
-        raise ConfigError(f"{where} returned two questions of one id.")
+    if twice := [id for id, count in Counter(question.id for question in questions).items() if count > 1]:
+        raise ConfigError(f"{where} returned two questions with the id {twice[0]!r:.80}. Give each an id of its own.")
     known = Questions.of(questions)
     return Questions(known, known.rows_left_out, [*known.notes, *notes])
 

@@ -10,6 +10,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
 )
 
@@ -21,11 +23,15 @@ SHAPE = {
     "num_key_value_heads": 2, "initializer_range": 0.2,
 }  # fmt: skip
 NEOX = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+OPT = {"vocab_size": 512, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
     "llama": tiny_model,
     "granite divides": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=0.25)),
     "gemma 2 caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=0.5)),
     "gpt-neox calls its backbone by position": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX)),
+    "opt calls the decoder in its backbone": lambda: OPTForCausalLM(
+        OPTConfig(**OPT, word_embed_proj_dim=64, init_std=0.2)
+    ),
 }
 PAIRS = [([5], [7, 9, 11]), ([3, 4, 5, 6, 7, 8], [2]), ([9, 8], [1, 2, 3, 4, 5])]
 

@@ -287,7 +287,7 @@ def test_evaluations_with_different_questions_or_samples_are_refused(
     # the same questions and format: only the settings of the runs differ
     ({"arm": {"optim.learning_rate": "0.001", "aqn.schedule": "off"}},
      {"arm": {"optim.learning_rate": "0.0001", "aqn.schedule": "off"}, "seed": 1},
-     r"they differ in optim\.learning_rate\. Type the directory of one"),
+     r"they differ in optim\.learning_rate\. Type the directory of one, or of copies"),
     # the default grading is not in the record
     ({}, {"grading": "first_character", "run_seed": 1}, "they differ in grading"),
     ({"grading": "first_character"}, {"run_seed": 1}, "they differ in grading"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from packed_layers import BY_NAME, LAYER_NAMES, MXFP4, NVFP4, each_format, each_packed, pack_model, tiny_model, tokens
 from qerl_lab.config.option import ConfigError
@@ -171,6 +171,20 @@ def test_tensors_that_disagree_are_named_with_their_file(
     with pytest.raises(ValueError, match=re.escape(says)) as raised:
         load(tmp_path)
     assert str(raised.value).startswith(f"{tmp_path / 'model.safetensors'}: ")
+
+
+def test_a_mixture_of_experts_in_the_files_of_transformers_is_refused_in_words(tmp_path: Path, tiny) -> None:
+    """transformers splits the experts when it writes a model, and merges them when it loads one."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_experts=2,
+        num_experts_per_tok=1, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    write_dense(tmp_path, tiny_model())  # for the tokenizer
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"could not be loaded .*not merge the tensors of experts.*another model\)\.$"
+    ):
+        policy.load_base(tiny(format__name="bf16", model__path=str(tmp_path)), CPU)
 
 
 @pytest.mark.parametrize("config", [None, MXFP4.quantization_config(["lm_head", "q_proj"], torch.float32)])

@@ -6,9 +6,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import AqnConfig
+from qerl_lab.config.schema import AqnConfig, LoraConfig
 from qerl_lab.model.dense import base_tensors
-from qerl_lab.model.policy import fitting_norms, hold_in_float32, noisy_norms
+from qerl_lab.model.policy import fitting_norms, fitting_targets, hold_in_float32, noisy_norms
 
 USUAL = AqnConfig().norms
 BEFORE = ["input_layernorm", "pre_feedforward_layernorm"]  # in Gemma, which has norms after the layers too
@@ -62,6 +62,30 @@ def test_a_command_without_the_option_takes_the_norms_that_the_model_has(kind: s
     model = small(kind, torch.bfloat16)
     assert fitting_norms(model, USUAL) == fitting
     assert len(noisy_norms(model, fitting, "M")) == 2 * len(fitting)
+
+
+def test_a_name_that_also_fits_a_norm_before_no_linear_layer_is_not_proposed() -> None:
+    """In OPT `final_layer_norm` is a norm before fc1 in each block, and the model's last norm."""
+    model = small("opt")
+    assert fitting_norms(model, USUAL) == fitting_norms(model, ["final_layer_norm"]) == ["self_attn_layer_norm"]
+    with pytest.raises(ConfigError, match=r"Type aqn\.norms=\[self_attn_layer_norm\]\.$"):
+        noisy_norms(model, ["final_layer_norm"], "M")
+    assert len(noisy_norms(model, ["self_attn_layer_norm"], "M")) == 2
+
+
+def test_float32_is_proposed_only_to_a_model_of_another_dtype() -> None:
+    with pytest.raises(ConfigError, match=r"allowed: none of this model\. Type another model\.$"):
+        noisy_norms(small("olmo2"), ["q_norm"], "M")
+
+
+def test_a_command_without_the_option_adapts_linears_that_the_model_has() -> None:
+    usual = LoraConfig().target_modules
+    assert fitting_targets(small("qwen2"), usual, "M") == usual
+    assert fitting_targets(small("gpt_neox"), usual, "M") == [
+        "dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"model\.path=M has no torch\.nn\.Linear"):
+        fitting_targets(small("gpt2"), usual, "M")
 
 
 def logits_and_gradient(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
