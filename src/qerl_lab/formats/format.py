@@ -142,8 +142,7 @@ def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     if count % (block := weight_format.BLOCK or 1):
         raise ValueError(
             f"{name}: {what}={count} is not divisible by {block}, the block of {weight_format.NAME}; "
-            f"allowed: multiples of {block}. Leave this layer out (format.ignore of a run, ignore of quantize), or "
-            "choose a format with another block"
+            f"allowed: multiples of {block}. Leave this layer out ([format.]ignore), or take another format"
         )
     weight = weight.detach()
     return (weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()).contiguous()

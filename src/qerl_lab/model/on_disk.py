@@ -25,7 +25,6 @@ ASSETS = Path(__file__).with_name("pocket")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head"  # output layer of a causal LM; in no file if tied to the embedding
 _WEIGHT = re.compile(r"(.*)\.(weight_packed|weight)$")
-_CAUSAL_LM = re.compile(r"CausalLM|LMHead|ConditionalGeneration")  # in the names of transformers' classes
 
 
 class Layer(NamedTuple):
@@ -143,10 +142,9 @@ def check_files(folder: Path, setting: str) -> None:
     """
     config = read_json(folder / "config.json", setting)
     kind = ", ".join(config.get("architectures") or [])
-    if config.get("is_encoder_decoder") or (kind and not _CAUSAL_LM.search(kind)):
+    if config.get("is_encoder_decoder") or (kind and not re.search("CausalLM|LMHead|ConditionalGeneration", kind)):
         raise ConfigError(
-            f"{setting} is a {kind} by its config.json; allowed: causal language models such as Qwen2ForCausalLM. "
-            "Type the path of one."
+            f"{setting} is a {kind or 'sequence-to-sequence model'} by config.json; allowed: a causal LM. Type the path of one."
         )
     names = {path.name for path in folder.iterdir()}
     list_weight_files(folder)
@@ -208,8 +206,7 @@ def check_chat_model(folder: Path, setting: str) -> None:
     if not settings.is_file() or not read_json(settings, setting).get("chat_template"):
         raise ConfigError(
             f"{setting} has no chat template, and questions are asked as a chat; allowed: chat_template.jinja, or "
-            "chat_template in tokenizer_config.json. Type an instruction-tuned model, or a directory (no GGUF file) "
-            "to which you added chat_template.jinja."
+            "chat_template in tokenizer_config.json. Type an instruction-tuned model, or a directory with a template."
         )
 
 
@@ -261,8 +258,8 @@ def _check_layer_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) 
 
     def refuse(key: str, entry: str, kind: str, allowed: list[str], usual: Sequence[str] = ()) -> NoReturn:
         # A default name that the model lacks is no typing error: the model has other names, so all are proposed.
-        hint = did_you_mean(entry, allowed) if entry not in usual else ""
-        hint = hint or (f" Type for example {key}={spell_list(allowed)}." if allowed else "")
+        hint, proposed = ("", allowed) if entry in usual else (did_you_mean(entry, allowed), allowed[:1])
+        hint = hint or (f" Type for example {key}={spell_list(proposed)}." if proposed else "")
         raise ConfigError(f"{key}: {entry!r} is no {kind} of {setting}; allowed: {', '.join(allowed)}.{hint}")
 
     for entry in [] if cfg.trains_all else cfg.lora.target_modules:

@@ -216,8 +216,8 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     missing = sorted(set(names) - {name.rpartition(".")[2] for name in norms})
     if wrong := [*missing, *(name for name in norms if name not in feeding)]:
         allowed = _names_of_none_but(feeding, model)
-        remedy = "another model" if model.dtype == torch.float32 else "model.dtype=float32, or another model"
-        remedy = f"aqn.norms={spell_list(allowed)}" if allowed else remedy
+        others = "another model" if model.dtype == torch.float32 else "model.dtype=float32, or another model"
+        remedy = f"aqn.norms={spell_list(allowed)}" if allowed else others
         raise ConfigError(
             f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, or has a bias and is not "
             "float32, and noise belongs on the norms before q, k, v and gate, up; allowed: "
@@ -238,19 +238,18 @@ def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 def fitting_targets(model: PreTrainedModel, names: Sequence[str], path: str) -> list[str]:
     """Return `names` if one of them names a Linear of `model`, else the last parts of the names of all its Linears.
 
-    The output layer does not count. Raises ConfigError if there is no other Linear; `path` is model.path, for the
-    message.
+    Raises ConfigError if there is no Linear but the output layer; `path` is model.path, for the message.
     """
     linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if not linears - {HEAD}:
+    if linears <= {HEAD}:
         raise ConfigError(f"model.path={path} has no torch.nn.Linear in its layers, as GPT-2. Type another model.")
     return list(names) if linears.intersection(names) else sorted(linears - {HEAD})
 
 
 def _names_of_none_but(modules: Collection[str], model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the full names `modules`, sorted, without those that other modules of `model` have too.
+    """Return the last parts of the full names `modules` that no other module of `model` has, sorted.
 
-    In OPT `final_layer_norm` feeds a linear layer in each block, and is also the name of the model's last norm.
+    In OPT `final_layer_norm` feeds a linear layer in each block, and is also the model's last norm.
     """
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in modules}
     return sorted({name.rpartition(".")[2] for name in modules} - others)

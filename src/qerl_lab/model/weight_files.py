@@ -131,10 +131,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
             "and without HF_HUB_OFFLINE."
         ) from error
     except (OSError, ValueError) as error:  # not found, not an id
-        raise ConfigError(
-            f"{loading_error(f'{key}={path}', error)} Allowed: pocket, a directory with safetensors weights and a "
-            "tokenizer, FILE.gguf, a reachable hub id."
-        ) from error
+        raise ConfigError(f"{loading_error(f'{key}={path}', error)} Type a reachable hub id, or a path.") from error
 
 
 def loading_error(setting: str, error: Exception) -> ConfigError:
