@@ -144,7 +144,7 @@ def check_files(folder: Path, setting: str) -> None:
     kind = ", ".join(config.get("architectures") or [])
     if config.get("is_encoder_decoder") or (kind and not re.search("CausalLM|LMHead|ConditionalGeneration", kind)):
         raise ConfigError(
-            f"{setting} is a {kind or 'sequence-to-sequence model'} by config.json; allowed: a causal LM. Type the path of one."
+            f"{setting} is a {kind or 'no decoder'} by config.json; allowed: a causal LM. Type the path of one."
         )
     names = {path.name for path in folder.iterdir()}
     list_weight_files(folder)
