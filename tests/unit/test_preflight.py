@@ -187,7 +187,7 @@ def test_a_model_with_other_names_gets_all_of_them_as_a_remedy(model: Path) -> N
 def test_a_model_that_is_no_causal_lm_is_refused(config: Mapping[str, Any], model: Path) -> None:
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | config))
-    with pytest.raises(ConfigError, match=rf"{config['architectures'][0]} by config\.json; allowed: a causal LM\."):
+    with pytest.raises(ConfigError, match=rf"is {config['architectures'][0]} by config\.json; allowed: a causal LM\."):
         on_disk.check(model, plain(model__path=str(model)))
 
 

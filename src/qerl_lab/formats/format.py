@@ -142,7 +142,8 @@ def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     if count % (block := weight_format.BLOCK or 1):
         raise ValueError(
             f"{name}: {what}={count} is not divisible by {block}, the block of {weight_format.NAME}; "
-            f"allowed: multiples of {block}. Leave this layer out ([format.]ignore), or take another format"
+            f"allowed: multiples of {block}. "
+            "Leave this layer out (ignore, in a run format.ignore), or take another format"
         )
     weight = weight.detach()
     return (weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()).contiguous()

@@ -144,7 +144,7 @@ def check_files(folder: Path, setting: str) -> None:
     kind = ", ".join(config.get("architectures") or [])
     if config.get("is_encoder_decoder") or (kind and not re.search("CausalLM|LMHead|ConditionalGeneration", kind)):
         raise ConfigError(
-            f"{setting} is a {kind or 'no decoder'} by config.json; allowed: a causal LM. Type the path of one."
+            f"{setting} is {kind or 'an encoder-decoder'} by config.json; allowed: a causal LM. Type the path of one."
         )
     names = {path.name for path in folder.iterdir()}
     list_weight_files(folder)
@@ -258,8 +258,10 @@ def _check_layer_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) 
 
     def refuse(key: str, entry: str, kind: str, allowed: list[str], usual: Sequence[str] = ()) -> NoReturn:
         # A default name that the model lacks is no typing error: the model has other names, so all are proposed.
-        hint, proposed = ("", allowed) if entry in usual else (did_you_mean(entry, allowed), allowed[:1])
-        hint = hint or (f" Type for example {key}={spell_list(proposed)}." if proposed else "")
+        is_default = entry in usual
+        hint = "" if is_default else did_you_mean(entry, allowed)
+        if allowed and not hint:
+            hint = f" Type for example {key}={spell_list(allowed if is_default else allowed[:1])}."
         raise ConfigError(f"{key}: {entry!r} is no {kind} of {setting}; allowed: {', '.join(allowed)}.{hint}")
 
     for entry in [] if cfg.trains_all else cfg.lora.target_modules:

@@ -215,9 +215,10 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     feeding = _norms_before_linears(model)
     missing = sorted(set(names) - {name.rpartition(".")[2] for name in norms})
     if wrong := [*missing, *(name for name in norms if name not in feeding)]:
-        allowed = _names_of_none_but(feeding, model)
-        others = "another model" if model.dtype == torch.float32 else "model.dtype=float32, or another model"
-        remedy = f"aqn.norms={spell_list(allowed)}" if allowed else others
+        allowed = _unambiguous_names(feeding, model)
+        remedy = "another model" if model.dtype == torch.float32 else "model.dtype=float32, or another model"
+        if allowed:
+            remedy = f"aqn.norms={spell_list(allowed)}"
         raise ConfigError(
             f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, or has a bias and is not "
             "float32, and noise belongs on the norms before q, k, v and gate, up; allowed: "
@@ -231,7 +232,7 @@ def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
     Names are last parts, e.g. `input_layernorm`. Returns [] if no norm feeds a linear layer, as in OLMo 2.
     """
-    allowed = _names_of_none_but(_norms_before_linears(model), model)
+    allowed = _unambiguous_names(_norms_before_linears(model), model)
     return list(names) if {*allowed}.issuperset(names) else allowed
 
 
@@ -242,14 +243,14 @@ def fitting_targets(model: PreTrainedModel, names: Sequence[str], path: str) -> 
     """
     linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if linears <= {HEAD}:
-        raise ConfigError(f"model.path={path} has no torch.nn.Linear in its layers, as GPT-2. Type another model.")
+        raise ConfigError(f"model.path={path} has no torch.nn.Linear but its output layer. Type another model.")
     return list(names) if linears.intersection(names) else sorted(linears - {HEAD})
 
 
-def _names_of_none_but(modules: Collection[str], model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the full names `modules` that no other module of `model` has, sorted.
+def _unambiguous_names(modules: Collection[str], model: PreTrainedModel) -> list[str]:
+    """Return the last parts of `modules`, which are full names, sorted; leave out those that other modules have too.
 
-    In OPT `final_layer_norm` feeds a linear layer in each block, and is also the model's last norm.
+    In OPT the norm before the second linear layer of each block and the model's last norm are `final_layer_norm`.
     """
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in modules}
     return sorted({name.rpartition(".")[2] for name in modules} - others)
