@@ -57,6 +57,7 @@ def test_noise_acts_only_while_it_is_measured(texts: entropy.Texts) -> None:
     assert noise["kl"].groupby(noise["sigma"]).mean().is_monotonic_increasing
     assert noise["kl"].min() > 0
     assert noise["draw"].tolist() == [1, 2] * 3
+    assert noise["kl"].is_unique, "each draw is other noise"
     assert all(torch.equal(norm, before[name]) for name, norm in texts.policy.norms.items())
     assert format_effects.compare_noisy_to_clean(texts, Noise(0.0, seed=0, step=1))[1].abs().max() < 1e-9
     target = noise["kl"].groupby(noise["sigma"]).mean()

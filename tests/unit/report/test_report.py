@@ -60,6 +60,8 @@ def test_a_summary_has_speeds_accuracies_and_the_first_and_last_tenth(run_dir: P
         "share_rollout": 0.25, "share_train": 0.5, "share_sync": 0.05, "memory_rss_gib": 1.2, "seconds": 47.0,
         "questions": 4, "accuracy_before": 0.4375, "accuracy_after": 0.6875, "accuracy_gain": 0.25,
     })  # fmt: skip
+    steps = pd.Series(range(1, 26))
+    assert [part(steps).tolist() for part in (runs.first_tenth, runs.last_tenth)] == [[1, 2], [24, 25]], "rounded down"
 
 
 def test_the_interval_of_a_gain_ends_at_the_largest_possible_gain(run_dir: Path) -> None:

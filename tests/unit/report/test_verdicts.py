@@ -18,7 +18,21 @@ from qerl_lab.report.runs import FINISHED, Origin, Run, run_from
 from qerl_lab.report.stats import holm, p_above, variance_components
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
 from qerl_lab.report.verdicts import PValues, Row, Verdict, floor_variances, set_verdicts
-from simulated_runs import BEST, BY_NAME, GRADED, QUIET, RATES, SCALAR, arms, held_out_arms, record, shown, verdicts
+from simulated_runs import (
+    BEST,
+    BY_NAME,
+    EQUAL,
+    GRADED,
+    NOISY,
+    QUIET,
+    RATES,
+    SCALAR,
+    arms,
+    held_out_arms,
+    record,
+    shown,
+    verdicts,
+)
 
 CLAIMS, LEARNING_RATE = of_paper(), "optim.learning_rate"
 
@@ -61,6 +75,16 @@ def test_a_true_effect_is_found_often_enough(kind: str, effect: float, right: st
 def test_p_values_are_corrected_by_holm() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # times 4, 3, 2, 1; never falling
     assert holm([0.6, 0.7]) == [1, 1]
+
+
+def test_a_difference_outside_of_the_margin_is_tested_on_both_sides() -> None:
+    """Such a claim says that two arms are equal. Either side may refute it, so that the smaller p-value counts twice."""
+    treated = EQUAL.contrasts[0].treated
+    for effect in (0.05, -0.05):
+        numbers = verdicts(EQUAL, arms(EQUAL, {treated: effect}, 5, NOISY, np.random.default_rng(0)))[0].numbers
+        beyond = p_above(abs(numbers.at_least.mean()), numbers.variances, numbers.seeds, 1, EQUAL.margin)
+        assert 0 < beyond < 0.1
+        assert numbers.p.small == pytest.approx(2 * beyond)
 
 
 def test_the_best_learning_rate_of_a_seed_is_chosen_by_the_other_seeds() -> None:
@@ -148,6 +172,9 @@ def test_arms_that_also_differ_in_another_setting_are_not_compared() -> None:
 
     rows = verdicts(SCALAR, [moved(one) for one in few()])
     assert {row.verdict for row in rows} == {Verdict.UNDECIDED}
+    assert verdicts(replace(SCALAR, free=(*SCALAR.free, "optim")), [moved(one) for one in few()])[0].numbers
+    no_group = replace(SCALAR, free=(*SCALAR.free, "optim.learning"))
+    assert not verdicts(no_group, [moved(one) for one in few()])[0].numbers, "the beginning of a key frees no key"
     assert rows[0].why.startswith(
         "no two arms are equal but for what is compared: the nearest two differ in optim.lear"
     )
@@ -266,7 +293,7 @@ def test_an_effect_smaller_than_the_smallest_that_matters_cannot_contradict_the_
 
 
 def test_a_row_says_whether_its_interval_holds_the_papers_value() -> None:
-    for effect, said in ((0.1, "outside"), (0.035, "inside")):
+    for effect, said in ((0.1, "outside"), (-0.1, "outside"), (0.035, "inside")):
         assert of_paper_text(verdicts(SCALAR, few(8, effect=effect))[0]) == f"+0.034 (Figure 5 7B, +-0.004, {said})"
 
 
@@ -309,6 +336,8 @@ def test_measures_of_a_curve() -> None:
         for name, seed, rise in (("bf16", 0, 0.1), ("nvfp4", 0, 0.2), ("nvfp4", 1, 0.0))
     )
     assert MEASURES["answers_mean"].of([slow], [slow]).loc[0, "run"] == pytest.approx(0.25)
+    paid_double = replace(slow, settings=slow.settings | {"task.answer_reward": "2.0"})
+    assert MEASURES["answers_mean"].of([paid_double], []).loc[0, "run"] == pytest.approx(0.125)
     assert MEASURES["answers_last"].of([fast], [slow]).loc[0, "run"] == pytest.approx(0.8)
     steps = MEASURES["steps_to_half"].of
     assert [steps([run], [slow]).loc[0, "run"] for run in (slow, fast)] == [3, 2]  # half of the slow one's rise is 0.25

@@ -1,5 +1,6 @@
 """Bad rows are left out, counted and named. Too many of them are an error."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,14 @@ def test_a_bad_row_of_each_set_is_named(tmp_path: Path, name: str, change: dict[
 
 def test_a_training_question_that_is_also_held_out_is_left_out_in_any_spelling(tmp_path: Path) -> None:
     row = hub_rows.gsm8k(1003)
-    task = tasks.load(gsm8k_folder(tmp_path, [row | {"question": row["question"].upper().replace(" ", "  ")}]))
+    cfg = gsm8k_folder(tmp_path, [row | {"question": row["question"].upper().replace(" ", "  ")}])
+    task = tasks.load(cfg)
     assert len(task.train) == MANY
     assert "1 of 201 rows are bad and left out; the first: gsm8k-train-200 is held out too" in task.warnings[0]
+    *lines, heldout = (tmp_path / "train.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_bytes(b"".join([heldout, *lines]))
+    first = tasks.load(replace(cfg, train_questions=5)).train
+    assert [question.prompt for question in first] == [question.prompt for question in task.train[:5]], "five are left"
     cfg = gsm8k_folder(tmp_path, [hub_rows.gsm8k(n) for n in range(1000, 1010)])
     assert "10 of 210 rows are bad" in refusal(cfg)
 

@@ -107,10 +107,12 @@ def test_every_solution_is_seen_once_in_each_pass(options: WarmupOptions, monkey
         return step(trainer, model, inputs, *more)
 
     monkeypatch.setattr(SFTTrainer, "training_step", counted)
+    monkeypatch.setattr("qerl_lab.tools.warmup.WARMUP_RATIO", 0.5)
     warm_up(replace(options, questions=9, epochs=2, seed=7))
     assert sum(seen) == 2 * 9
-    wanted = [1e-2 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2) for n in (1, 2, 3, 4)]
-    assert list(dict.fromkeys(rates)) == pytest.approx(wanted), "a cosine from the peak to a tenth of it"
+    falling = [1e-2 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 2)) / 2) for n in (1, 2)]
+    wanted = [5e-3, 1e-2, *falling]
+    assert list(dict.fromkeys(rates)) == pytest.approx(wanted), "up to the peak, then a cosine to a tenth of it"
     assert [count_updates(epochs, 7473, 64) for epochs in (0.1, 1, 3)] == [12, 117, 351]
 
 

@@ -144,12 +144,12 @@ def test_the_solved_sigma_gives_the_target_kl_over_the_noises_of_its_stage(tiny,
     small = {"steps": 6, "optim__micro_batch_size": 4, "rollout__temperature": 0.7, "aqn__solver__draws": 3}
     cfg = tiny(**(SETTINGS | KL | small), aqn__relative=relative)
     policy = build_policy(cfg)
-    cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
+    cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)), 3)
     engine, found = TransformersEngine(policy, 8), NoiseLevel(cfg)
     result = found.solve(4, build_kl_measure(cfg, 4, cursor, policy, engine, ALONE))
-    assert cursor.position == 0
+    assert cursor.position == 3
     how = replace(sampling_settings(cfg, 4, -1, 0), max_tokens=24)
-    prompts = [policy.chat.prompt_ids(cursor.data.task.messages(question)) for question in Cursor(cursor.data).take(6)]
+    prompts = [policy.chat.prompt_ids(cursor.data.task.messages(question)) for question in cursor.take(6)]
     out = engine.generate(prompts, 1, how)
     clean, nats, count = distributions(policy, out, temperature=0.7), 0.0, 0
     for step, share in ((4, slice(2)), (5, slice(2, 4)), (6, slice(4, 6))):
