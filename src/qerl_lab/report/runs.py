@@ -226,11 +226,13 @@ def last_tenth(steps: pd.Series) -> pd.Series:
 
 
 def share_of_time(steps: pd.DataFrame, phase: str) -> float:
-    """Return the seconds of a phase as a share of all seconds of the training steps; 0 if it was not recorded."""
-    training = steps.loc[1:]
-    if f"seconds/{phase}" not in training:
+    """Return the seconds of a phase as a share of the seconds of all steps; 0 if it was not recorded.
+
+    Step 0, before training, has no seconds.
+    """
+    if f"seconds/{phase}" not in steps:
         return 0.0
-    return float(training[f"seconds/{phase}"].sum() / training["step/seconds"].sum())
+    return float(steps[f"seconds/{phase}"].sum() / steps["step/seconds"].sum())
 
 
 def summarize(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:

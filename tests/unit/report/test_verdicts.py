@@ -78,7 +78,7 @@ def test_p_values_are_corrected_by_holm() -> None:
 
 
 def test_a_difference_outside_of_the_margin_is_tested_on_both_sides() -> None:
-    """Such a claim says that two arms are equal. Either side may refute it, so that the smaller p-value counts twice."""
+    """The claim is that two arms are equal. Either side may refute it, so that the smaller p-value counts twice."""
     treated = EQUAL.contrasts[0].treated
     for effect in (0.05, -0.05):
         numbers = verdicts(EQUAL, arms(EQUAL, {treated: effect}, 5, NOISY, np.random.default_rng(0)))[0].numbers
