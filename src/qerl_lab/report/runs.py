@@ -100,7 +100,6 @@ class Run:
         summary, accuracy = summarize(steps.astype("float64"), phases, seconds), {}
         if phases:
             before, after = _accuracies(phases)
-            after = after.reindex(before.index)
             accuracy = {"before": before, "after": after, "gain": after - before}
         return replace(self, steps=steps, accuracy=accuracy, summary=summary)
 

@@ -69,3 +69,4 @@ def test_noise_acts_only_while_it_is_measured(texts: entropy.Texts) -> None:
         format_effects.effects_at_kl(texts, noise, pd.Series({"x": 1.0}))
     figure = plots.plot_noise_and_formats(noise, format_effects.effects_of_formats(texts, "pocket", [NVFP4]))
     assert [line.get_label() for line in figure.axes[0].lines] == ["noise, each draw", "noise, mean", "nvfp4"]
+    assert figure.axes[0].lines[1].get_ydata().tolist() == pytest.approx(target.tolist())

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,8 @@ def test_differences_have_the_mean_of_each_side_and_the_sampling_if_it_differs()
     assert "sampling" not in head
     assert line.split()[2:7] == ["accuracy", "60", "0.500", "0.750", "+0.250"]
     assert 0 < float(line.split()[-1]) < 1e-9, "a small p is not printed as 0.000"
+    equal = replace(one, by_question=pd.DataFrame([[0.25] * 6] * 2))
+    assert equal.p == 2 / 2**6, "a sign test on the questions"
     _, hot, cool = compare.table([one, other]).splitlines()
     assert HOT in hot
     assert COOL in cool

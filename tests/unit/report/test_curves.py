@@ -57,6 +57,14 @@ def test_each_seed_is_drawn_unsmoothed_and_the_mean_has_the_interval_over_seeds(
     assert (at_one.min(), at_one.max()) == (pytest.approx(low), pytest.approx(high))
 
 
+def test_the_mean_by_step_covers_the_steps_that_every_seed_has() -> None:
+    table = points(["bf16"])
+    table = table[(table["run_id"] != "bf16-2") | (table["step"] % 10 == 0)]  # such as an evaluation every ten steps
+    (axis,) = draw(table, REWARD, curves.STEP, None).axes
+    (mean,) = means(axis)
+    assert mean.get_xydata().tolist() == [[10, 11], [20, 21], [30, 31]]
+
+
 def test_the_axis_of_a_speed_begins_at_zero() -> None:
     speed = next(curve for curve in curves.CURVES if curve.name == "throughput")
     table = points(["bf16"], metric=speed.metric)

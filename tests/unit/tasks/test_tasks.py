@@ -176,6 +176,8 @@ def test_the_format_may_be_paid_for_a_thought_or_a_right_answer_only(paid: str, 
     assert task.grade(texts, questions)["format"].tolist() == [1.0] * 4  # an evaluation counts the format itself
     partly = task.weighted({"format": np.ones(1), "answer": np.full(1, 0.5)}, texts[:1])
     assert partly["format"].tolist() == [0.0 if paid == "right" else 0.2], "half right is not right"
+    late = task.weighted({"format": np.ones(1), "answer": np.ones(1)}, ["<think> . </think>2+2</think>"])
+    assert late["format"].tolist() == [0.0 if paid == "thought" else 0.2], "a thought ends at the first </think>"
 
 
 def test_a_new_task_takes_one_module_and_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,8 +252,8 @@ def test_the_minutes_of_a_part_are_the_mean_over_its_remaining_runs(
     """Left are one run of bf16 in formats, one at 1e-2 in rates, and none in pilot."""
     seconds = {0: "180", 1: "1200", 2: "600", 4: "600", 5: "120"}
     with_rows(queue, *((number, DONE, taken, "0 of 0") for number, taken in seconds.items()))
-    for at_once, hours in ((1, "0.3"), (2, "0.2")):
-        plan(PlanOptions(str(queue.folder / "queue.yaml"), jobs=at_once))
+    for jobs, gpus, hours in ((1, 1, "0.3"), (2, 1, "0.2"), (1, 2, "0.2")):
+        plan(PlanOptions(str(queue.folder / "queue.yaml"), jobs=jobs, gpus=gpus))
         cells = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[:4]}
         assert cells["formats"] == ["4", "3", "1", "20.0", hours]
         assert cells["rates"][2:] == ["1", "2.0", "0.0"]
