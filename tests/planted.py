@@ -207,6 +207,12 @@ BUGS = [
     Bug("every draw of noise is the same", "evaluate/sigma.py",
         "for step in range(1, DRAWS + 1)]", "for step in [1] * DRAWS]",
         "unit/evaluate/test_sigma_command.py::test_formats_and_sigmas_are_measured_on_the_same_completions"),
+    Bug("every draw of noise in a notebook is the same", "evaluate/format_effects.py",
+        "Noise(sigma, seed=0, step=draw)", "Noise(sigma, seed=0, step=1)",
+        "unit/evaluate/test_format_effects.py"),
+    Bug("the untrained model is sampled as often as the trained one", "train/run.py",
+        "cfg.eval.samples_before or cfg.eval.samples", "cfg.eval.samples",
+        "unit/train/test_subset.py"),
     Bug("the root of a negative number is positive", "tasks/answers/value.py",
         "return -root if negative else root", "return root",
         "unit/tasks/answers/test_judge.py::test_every_case_of_the_table_is_decided_as_it_says"),
@@ -225,6 +231,15 @@ BUGS = [
     Bug("variances are raised to the mean of their family", "report/verdicts.py",
         "float(np.median(family[", "float(np.mean(family[",
         "unit/report/test_verdicts.py::test_seeds_that_agree_by_luck_decide_nothing"),
+    Bug("a share of right answers is their reward", "report/measures.py",
+        '.astype("float64") / weight', '.astype("float64")',
+        "unit/report/test_verdicts.py::test_measures_of_a_curve"),
+    Bug("a difference outside of the margin is tested on one side", "report/verdicts.py",
+        "min(1.0, 2 * outside)", "min(1.0, outside)",
+        "unit/report/test_verdicts.py::test_a_difference_outside_of_the_margin_is_tested_on_both_sides"),
+    Bug("a claim frees every key that begins like a free one", "report/claims.py",
+        'key.startswith(f"{name}.")', "key.startswith(name)",
+        "unit/report/test_verdicts.py::test_arms_that_also_differ_in_another_setting_are_not_compared"),
 ]  # fmt: skip
 
 
