@@ -249,7 +249,8 @@ def test_what_follows_from_other_values() -> None:
 
 
 def test_whole_groups_go_to_each_gpu(tiny) -> None:
-    assert tiny(gpus=2).completions_per_gpu == 8
+    cfg = tiny(gpus=2, algorithm__updates_per_rollout=2)
+    assert (cfg.completions_per_gpu, cfg.mini_batch_size_per_gpu) == (8, 4)
     with pytest.raises(ConfigError, match=r"prompts_per_step=4 cannot be split over gpus=3.*gpus=2, or .*_step=6\."):
         tiny(gpus=3)
     with pytest.raises(ConfigError, match=r"4 x 4 / 4 = 4 completions cannot be split .*optim\.micro_batch_size=4"):

@@ -78,6 +78,8 @@ def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys:
     for sigma, rate in ((float(word.split("=")[1]) for word in each) for each in lab.proposals):
         assert 0.01 <= sigma <= 0.3
         assert 1e-4 <= rate <= 1e-2
+    digits = {len(word.split("=")[1].replace(".", "").lstrip("0")) for each in lab.proposals for word in each}
+    assert max(digits) == 3
     assert len({tuple(each) for each in lab.proposals}) == 4
     table = (tmp_path / "table.txt").read_text().splitlines()
     worth = [float(line.split()[1]) for line in table[1:5]]

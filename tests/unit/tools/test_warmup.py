@@ -113,7 +113,7 @@ def test_every_solution_is_seen_once_in_each_pass(options: WarmupOptions, monkey
     falling = [1e-2 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 2)) / 2) for n in (1, 2)]
     wanted = [5e-3, 1e-2, *falling]
     assert list(dict.fromkeys(rates)) == pytest.approx(wanted), "up to the peak, then a cosine to a tenth of it"
-    assert [count_updates(epochs, 7473, 64) for epochs in (0.1, 1, 3)] == [12, 117, 351]
+    assert [count_updates(epochs, 7473, 64) for epochs in (0.1, 0.5, 1, 3)] == [12, 59, 117, 351]
 
 
 def test_a_loss_that_is_not_finite_ends_the_warm_up(options: WarmupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
