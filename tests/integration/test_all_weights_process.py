@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORDS = (
     "+experiment=bf16", "lora=full", "scale=pocket", "device=cpu", "cpu_threads=1", "tracking=none",
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_completion_tokens=16", "eval.questions=8",
-    "optim.learning_rate=1e-4", "task.train_questions=64",
+    "optim.learning_rate=1e-4", "task.train_questions=64", "seed=3",
 )  # fmt: skip
 
 
@@ -41,7 +41,9 @@ def test_a_run_of_all_weights_is_trained_resumed_evaluated_and_used_as_a_model(t
     assert "run run is evaluated: bf16" in said
     said = typed(tmp_path, "qerl_lab.evaluate", "accuracy", "run", "adapter=false", "questions=4", "device=cpu")
     assert "its base alone" in said
-    identities = [json.loads(file.read_text())["identity"] for file in run.path.glob("evaluations/*/evaluation.json")]
+    found = [json.loads(file.read_text()) for file in run.path.glob("evaluations/*/evaluation.json")]
+    assert {about["run_seed"] for about in found} == {3}
+    identities = [about["identity"] for about in found]
     assert len({identity["adapter"] for identity in identities}) == 2
     assert (
         len({identity["weights"]["hash"] for identity in identities}) == 1

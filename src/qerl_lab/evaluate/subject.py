@@ -88,16 +88,17 @@ def _resolve_run(options: AccuracyOptions) -> Subject:
     `adapter=false`, if the run is not finished.
     """
     directory = requested_run(options)
-    cfg, description, day = directory.config(), f"run {options.run}", directory.first_day()
+    cfg = directory.config()
+    subject = Subject(f"run {options.run}", cfg, run_seed=cfg.seed, day=directory.first_day())
     on_disk.check_content(cfg)
     if not options.adapter:
-        return Subject(f"{description}, its base alone", cfg, run_seed=cfg.seed, day=day)
+        return replace(subject, description=f"{subject.description}, its base alone")
     arm = settings_of_arm(as_recorded(cfg))
     arm["training_sha256"] = directory.environment().get("data", {}).get("training_sha256", "")
     if cfg.trains_all:
         base, cfg.model = cfg.model, replace(cfg.model, path=str(directory.model), revision=None, hash=None)
-        return Subject(description, cfg, base=base, run_seed=cfg.seed, arm=arm, day=day)
-    return Subject(description, cfg, adapter=directory.adapter, run_seed=cfg.seed, arm=arm, day=day)
+        return replace(subject, base=base, arm=arm)
+    return replace(subject, adapter=directory.adapter, arm=arm)
 
 
 def _resolve_model(options: AccuracyOptions) -> Subject:
