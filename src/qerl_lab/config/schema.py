@@ -423,7 +423,10 @@ class RunConfig:
     scale: str = option(POCKET, "name of the scale; scale=NAME sets it")
     seed: int = option(0, "seeds data order, adapters, sampling and noise", at_least=0, at_most=2**32 - 1)
     steps: int = option(
-        600, "training steps: a rollout, then updates_per_rollout x num_iterations updates", at_least=1, at_most=999_999
+        600,
+        "training steps, each a rollout and updates_per_rollout x num_iterations updates",
+        at_least=1,
+        at_most=999_999,
     )
     extended: list[int] = option([], "steps at which the finished run was extended (resume=RUN_DIR steps=N)")
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)

@@ -58,11 +58,13 @@ class ColumnsConfig:
 
 @dataclass
 class TaskConfig:
-    name: str = option("arithmetic", "the task: a module of qerl_lab.tasks")
+    name: str = option("arithmetic", "questions and grader; task=NAME sets it")
     path: str | None = option(
         None, "directory with train and test as .jsonl or .parquet, one such file, or hub id; null: the task's own"
     )
-    module: str | None = option(None, "your own FILE.py: its train, heldout, grade and weights replace the task's")
+    module: str | None = option(
+        None, "your own FILE.py: its train, heldout, grade, weights and worked replace the task's (docs/tasks.md)"
+    )
     module_hash: str | None = option(None, "SHA-256 of task.module, 12 hex digits, set by the command")
     instruction: str = option(PAPER_INSTRUCTION, "system message sent with every question; empty sends none")
     format_reward: float = option(
