@@ -36,7 +36,7 @@ METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "mean reward of the step's completions, all parts added"),
     "reward/std": Metric("reward", "standard deviation of the reward over the step's completions"),
     PART: Metric("reward", "mean of one part, weight x score; every task has answer and format"),
-    "reward/overlong": Metric("reward", "mean punishment of algorithm.overlong_buffer_tokens"),
+    "reward/overlong": Metric("reward", "mean punishment by algorithm.overlong_buffer_tokens; only with such a buffer"),
     "reward/unparsed": Metric(
         "fraction", "completions whose answer could not be read, or not compared in time: they count as wrong"
     ),
@@ -55,20 +55,22 @@ METRICS: dict[str, Metric] = {
     "policy/kl_reference": Metric(
         "nats",
         "KL of the policy from the base (no adapter, no noise) by algorithm.kl_estimator, mean over the tokens in "
-        "the loss",
+        "the loss; only with algorithm.beta above 0",
         trl="kl", over="tokens",
     ),
     "policy/clip_fraction": Metric(
         "fraction",
         "tokens in the loss whose probability ratio was clipped on either side (algorithm.mask_truncated excludes "
-        "truncated completions); with algorithm=gspo completions, excluded ones too",
+        "truncated completions); with algorithm=gspo a fraction of the completions, excluded ones too",
         trl="clip_ratio/region_mean", over="ratios",
     ),
     "policy/clip_fraction_low": Metric(
-        "fraction", "clipped at 1 - epsilon_low (negative advantage)", trl="clip_ratio/low_mean", over="ratios"
+        "fraction", "the same, clipped at 1 - epsilon_low (negative advantage)",
+        trl="clip_ratio/low_mean", over="ratios",
     ),
     "policy/clip_fraction_high": Metric(
-        "fraction", "clipped at 1 + epsilon_high (positive advantage)", trl="clip_ratio/high_mean", over="ratios"
+        "fraction", "the same, clipped at 1 + epsilon_high (positive advantage)",
+        trl="clip_ratio/high_mean", over="ratios",
     ),
     "policy/weight_cut_fraction": Metric(
         "fraction",
@@ -79,7 +81,7 @@ METRICS: dict[str, Metric] = {
     "policy/entropy_coef": Metric(
         "1",
         "weight of the entropy bonus after the step; an adaptive one applies in the next update if the last entropy "
-        "was at or below algorithm.entropy_target",
+        "was at or below algorithm.entropy_target; only with a bonus",
     ),
     "policy/loss": Metric("1", "loss, mean over the step's updates", trl="loss"),
     "policy/grad_norm": Metric("1", "gradient norm before clipping, of the step's last update", trl="grad_norm"),
@@ -139,8 +141,10 @@ METRICS: dict[str, Metric] = {
         "steps by which the sampler's adapter was older than the trainer's, 0 or 1; only with "
         "rollout.vllm_server.overlap",
     ),
-    "rollout/prompts_drawn": Metric("questions", "questions sampled, with those that dynamic sampling drops"),
-    "rollout/resamples": Metric("1", "extra rollouts of the step for dynamic sampling"),
+    "rollout/prompts_drawn": Metric(
+        "questions", "questions sampled, dropped ones too; only with dynamic sampling, as the next five"
+    ),
+    "rollout/resamples": Metric("1", "extra rollouts of the step"),
     "rollout/resampled_tokens": Metric("tokens", "completion tokens of those extra rollouts"),
     "rollout/groups_dropped": Metric("questions", "sampled questions left out of training, as their rewards are equal"),
     "rollout/groups_dropped_unsolved": Metric(
@@ -152,11 +156,11 @@ METRICS: dict[str, Metric] = {
     ),
     "step/seconds": Metric("s", "wall time of the whole step, until the device is done"),
     "step/tokens_per_second": Metric("tokens/s", "completion tokens / step/seconds"),
-    "seconds/rollout": Metric("s", "wall time of generation; of a step sampled ahead the wait for its batch"),
+    "seconds/rollout": Metric("s", "wall time of generation; for a step sampled ahead the wait for its batch"),
     "seconds/resample": Metric(
         "s",
         "generation in the extra rollouts of dynamic sampling, in the slowest process; part of seconds/rollout with "
-        "gpus=1, unless the step was sampled ahead",
+        "gpus=1, unless the step was sampled ahead; only with dynamic sampling",
     ),
     "seconds/reward": Metric("s", "wall time of decoding and grading the completions; 0 for a step sampled ahead"),
     "seconds/train": Metric("s", "the rest of step/seconds: log-probs, loss, backward and optimizer"),
@@ -180,7 +184,7 @@ METRICS: dict[str, Metric] = {
     "noise/kl_solved": Metric(
         "nats",
         "KL per token measured for noise/sigma when its stage began, over aqn.solver.prompts completions sampled "
-        "without noise and shared by aqn.solver.draws noise draws",
+        "without noise, of which each of aqn.solver.draws draws of the noise gets a share",
     ),
     "noise/probes": Metric("1", "sigmas tried when the stage began"),
     "noise/kl_nats": Metric(
@@ -192,7 +196,7 @@ METRICS: dict[str, Metric] = {
     "memory/rss_gib": Metric("GiB", "largest resident memory of the run's process so far"),
     "memory/gpu_peak_gib": Metric(
         "GiB",
-        "largest GPU memory allocated by torch so far, or since optim.micro_batch_size=null was chosen",
+        "largest GPU memory allocated by torch so far, or since optim.micro_batch_size=null was chosen; only on a GPU",
     ),
     "eval/accuracy": Metric("fraction", "held-out sampled answers that are right; step 0 is before training"),
     "eval/gain": Metric("fraction", "eval/accuracy after training minus before, paired by question"),
