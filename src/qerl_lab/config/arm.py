@@ -36,7 +36,10 @@ ADDED: Mapping[str, Any] = {
     "rollout.vllm_server.overlap": False,
 }
 # Keys deleted after runs were recorded. They are ignored in records; none of the runs that are kept used them.
-REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests", "rollout.vllm.sleep", "rerun")
+REMOVED = (
+    "task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests", "rollout.vllm.sleep",
+    "rollout.vllm.fp4_linear", "rerun",
+)  # fmt: skip
 
 # Key, or prefix of keys -> the engines that use it. A run with another engine ignores these keys.
 ENGINE_KEYS = {

@@ -11,9 +11,13 @@ import pytest
 
 from qerl_lab.config.arm import ADDED, REMOVED, is_of_arm, leaves
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.report import comparison, results
 from qerl_lab.report.runs import KEPT, Origin
 from run_directories import config, make_run, save_results
+
+COMMITTED_BELOW = Path(__file__).parents[3] / "results"
+COMMITTED = sorted(COMMITTED_BELOW.rglob(results.RUNS))
 
 
 @pytest.fixture
@@ -111,6 +115,14 @@ def test_results_from_before_a_key_was_added_or_removed_are_of_the_same_arm(swee
     assert {arm: [record.seed for record in records] for arm, records in found.arms.items()} == {
         "bf16": [0, 1, 2, 7], "nvfp4_aqn": [0, 1, 2]
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: str(file.parent.relative_to(COMMITTED_BELOW)))
+def test_new_runs_can_join_the_arms_of_the_committed_results(file: Path) -> None:
+    """A key that only the older record has would make another arm of every new run."""
+    known = {leaf.name for leaf in leaves(RunConfig())}
+    for run in results.read(file.parent)[0]:
+        assert set(run.settings) <= known
 
 
 def test_the_wait_for_a_step_sampled_ahead_does_not_count_as_generation(here: Path) -> None:
