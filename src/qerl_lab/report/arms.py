@@ -33,7 +33,7 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
 
     Questions are equal if the SHA-256 of training and held-out questions are. Older records lack the second. It is
     taken from runs with the same training questions, unless these runs disagree. A run that failed before it recorded
-    any hash keeps its path.
+    any hash gets the path of the runs that had its settings and its path, unless these runs disagree.
     """
     tasks = [{key: text for key, text in run.settings.items() if key.startswith("task.")} for run in runs]
     table = pd.DataFrame({
@@ -51,8 +51,13 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     is_ambiguous = known["asked"].groupby([known["task"], paths]).transform("nunique") > 1
     hashes = known["asked"].map(lambda asked: hashlib.sha256(asked.encode()).hexdigest()[:6])
     paths = paths.where(~is_ambiguous, paths + " #" + hashes)
+    path_of = dict(paths.items())
+    found = paths.groupby([known["task"], known["path"]]).unique()
+    for index, path, task in table.loc[table["training"] == "", ["path", "task"]].itertuples():
+        if len(rewritten := found.get((task, path), [])) == 1:
+            path_of[index] = rewritten[0]
     return [
-        replace(run, settings={**run.settings, "task.path": paths[index]}) if index in paths.index else run
+        replace(run, settings={**run.settings, "task.path": path_of[index]}) if index in path_of else run
         for index, run in enumerate(runs)
     ]
 

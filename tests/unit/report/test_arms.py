@@ -217,7 +217,10 @@ def asked(path: str, training: str = "", heldout: str = "", **changes: Any) -> R
 @pytest.mark.parametrize(("runs", "paths"), [
     # the same questions in two folders; a hash that one run lacks is taken from runs that have it
     ([asked("/a", "t"), asked("/b", "t")], ["/a", "/a"]),
-    ([asked("/a", "t"), asked("/b", "t", "h"), asked("/b")], ["/a", "/a", "/b"]),
+    ([asked("/a", "t"), asked("/b", "t", "h")], ["/a", "/a"]),
+    # a run that failed before it recorded a hash goes with the runs of its path, unless its settings are others
+    ([asked("/a", "t"), asked("/b", "t", "h"), asked("/b")], ["/a", "/a", "/a"]),
+    ([asked("/a", "t"), asked("/b", "t"), asked("/b", task__train_questions=5)], ["/a", "/a", "/b"]),
     # other questions in another folder; the first run did not record which questions it held out
     ([asked("/a", "t"), asked("/b", "t", "h"), asked("/c", "t", "g")], ["/a", "/b", "/c"]),
     ([asked("/a", "t", "h"), asked("/b", "s", "h"), asked("/c"), asked("/d")], ["/a", "/b", "/c", "/d"]),
