@@ -31,9 +31,9 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
     1. Runs with equal questions get the path that comes first in `runs`.
     2. If runs with equal `task.*` settings had different questions, a hash of the questions is added to each path.
 
-    Questions are equal if the SHA-256 of training and held-out questions are. Older records lack the second. It is
-    taken from runs with the same training questions, unless these runs disagree. A run that failed before it recorded
-    any hash gets the path of the runs that had its settings and its path, unless these runs disagree.
+    Questions are equal if the SHA-256 of training and held-out questions are. Older records lack the second, which is
+    taken from runs with the same training questions. A run that failed before it recorded any hash counts with the runs
+    of its path and `task.*` settings. Nothing is taken from runs that disagree.
     """
     tasks = [{key: text for key, text in run.settings.items() if key.startswith("task.")} for run in runs]
     table = pd.DataFrame({
@@ -42,24 +42,26 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
         "training": [run.origin.training_sha256 for run in runs],
         "heldout": [run.origin.heldout_sha256 for run in runs],
     }, dtype=str)  # fmt: skip
-    recorded = table[table["heldout"] != ""].groupby("training")["heldout"].unique()
-    only = {training: hashes[0] for training, hashes in recorded.items() if len(hashes) == 1}
-    of_others = table["training"].map(lambda training: only.get(training, ""))
-    table["heldout"] = table["heldout"].where(table["heldout"] != "", of_others)
-    known = table[table["training"] != ""].assign(asked=lambda rows: rows["training"] + "/" + rows["heldout"])
+    table["heldout"] = _fill_gaps(table, "heldout", ["training"])
+    table["asked"] = (table["training"] + "/" + table["heldout"]).where(table["training"] != "", "")
+    table["asked"] = _fill_gaps(table, "asked", ["task", "path"])
+    known = table[table["asked"] != ""]
     paths = known.groupby("asked")["path"].transform("first")
     is_ambiguous = known["asked"].groupby([known["task"], paths]).transform("nunique") > 1
     hashes = known["asked"].map(lambda asked: hashlib.sha256(asked.encode()).hexdigest()[:6])
     paths = paths.where(~is_ambiguous, paths + " #" + hashes)
-    path_of = dict(paths.items())
-    found = paths.groupby([known["task"], known["path"]]).unique()
-    for index, path, task in table.loc[table["training"] == "", ["path", "task"]].itertuples():
-        if len(rewritten := found.get((task, path), [])) == 1:
-            path_of[index] = rewritten[0]
     return [
-        replace(run, settings={**run.settings, "task.path": path_of[index]}) if index in path_of else run
+        replace(run, settings={**run.settings, "task.path": paths[index]}) if index in paths.index else run
         for index, run in enumerate(runs)
     ]
+
+
+def _fill_gaps(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
+    """Fill in the empty texts of a column from rows with equal `keys`, if these agree; return the column."""
+    texts = table[column].where(table[column] != "")  # NaN, which the groups leave out
+    groups = texts.groupby([table[key] for key in keys])
+    agreed = groups.transform("first").where(groups.transform("nunique") == 1, "")
+    return table[column].where(table[column] != "", agreed)
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
