@@ -131,12 +131,12 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
             "and without HF_HUB_OFFLINE."
         ) from error
     except (OSError, ValueError) as error:  # not found, not an id
-        raise ConfigError(f"{loading_error(f'{key}={path}', error)} Type a reachable hub id, or a path.") from error
+        raise loading_error(f"{key}={path}", error, " Type a reachable hub id, or a path.") from error
 
 
-def loading_error(setting: str, error: Exception) -> ConfigError:
+def loading_error(setting: str, error: Exception, remedy: str = "") -> ConfigError:
     """Return a ConfigError: the model `setting` (`key=value`) could not be loaded because of `error`."""
-    return ConfigError(f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}).")
+    return ConfigError(f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}).{remedy}")
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -16,10 +16,9 @@ from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.spelling import shell_line
-from qerl_lab.system.disk import exclusive, make_directory, make_readable, read_json, replace_file
+from qerl_lab.system.disk import beside, exclusive, make_directory, make_readable, read_json, replace_file
 
 JOURNAL = "journal.json"
-JOURNAL_ASIDE = f"{JOURNAL}.tmp"  # of `replace_file`; alone in the directory if the first journal was never renamed
 
 
 class OutputOptions:
@@ -88,7 +87,8 @@ class Unfinished:
                 self._journal = begun
             elif not overwrite:
                 raise _other_options_error(self.folder, begun.get("identity") or {}, self._journal["identity"])
-        elif any(path.name != JOURNAL_ASIDE for path in self.folder.iterdir()):
+        # A kill in the first journal leaves its temporary file alone in the directory.
+        elif any(path != beside(self.folder / JOURNAL) for path in self.folder.iterdir()):
             raise ConfigError(
                 f"{self.folder} has files that this command did not write. Type another out, or remove it."
             )

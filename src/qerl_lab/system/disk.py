@@ -49,21 +49,26 @@ def exclusive(folder: Path, refusal: str | None = None) -> Iterator[None]:
         os.close(held)
 
 
+def beside(path: Path, aside: str = "tmp") -> Path:
+    """Return the path `NAME.<aside>` of the temporary file through which `replace_file` writes a file."""
+    return path.with_name(f"{path.name}.{aside}")
+
+
 def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
-    """Write `data` to a file atomically, through a temporary file `NAME.<aside>` beside it.
+    """Write `data` to a file atomically, through a temporary file beside it.
 
     If several processes may write the same file at once, each must give a different `aside`. Raises an OSError that
     names the file.
     """
-    beside = path.with_name(f"{path.name}.{aside}")
+    temporary = beside(path, aside)
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         if error.filename is None:  # write errors name no file; the user must know which disk is full
             error.filename = str(path)
         raise
