@@ -257,7 +257,10 @@ def _check_layer_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) 
     ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
 
     def refuse(key: str, entry: str, kind: str, allowed: list[str], usual: Sequence[str] = ()) -> NoReturn:
-        # A default name that the model lacks is no typing error: the model has other names, so all are proposed.
+        """Raise ConfigError for `entry`, a value of `key`, and propose one of `allowed`.
+
+        An entry in `usual`, the default, is no typing error: the model has other names, so all of them are proposed.
+        """
         is_default = entry in usual
         hint = "" if is_default else did_you_mean(entry, allowed)
         if allowed and not hint:

@@ -181,9 +181,9 @@ def build(cfg: RunConfig, device: torch.device, *, fits_names: bool = False) -> 
     """Build the policy: load the base, pack its Linears, find the norms that get noise, attach new adapters.
 
     The adapters are initialized from cfg.seed. With lora=full there are none, and all weights of the base are trained.
-    `fits_names`, for commands without these options, first sets cfg.aqn.norms and cfg.lora.target_modules to names that
-    the base has (`fitting_norms`, `fitting_targets`). Build the engine from the changed `cfg`, because vLLM holds in
-    float32 the norms that `cfg` names.
+    With `fits_names`, cfg.aqn.norms and cfg.lora.target_modules are first changed to names that the base has
+    (`fitting_norms`, `fitting_targets`). This is for commands in which the user cannot type them. Build the engine from
+    the changed `cfg`, because vLLM holds in float32 the norms that `cfg` names.
 
     Raises ConfigError if the model cannot be loaded, lacks a module that `cfg` names, or a norm of aqn.norms feeds no
     linear layer.
@@ -228,7 +228,7 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
 
 
 def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return `names` if all of them name norms that feed a linear layer, else the names of all such norms in `model`.
+    """Choose the norms for noise: `names` if all of them feed a linear layer, else all norms of `model` that feed one.
 
     Names are last parts, e.g. `input_layernorm`. Returns [] if no norm feeds a linear layer, as in OLMo 2.
     """
@@ -237,9 +237,10 @@ def fitting_norms(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 
 def fitting_targets(model: PreTrainedModel, names: Sequence[str], path: str) -> list[str]:
-    """Return `names` if one of them names a Linear of `model`, else the last parts of the names of all its Linears.
+    """Choose the Linears for LoRA: `names` if `model` has one of them, else all of its Linears but the output layer.
 
-    Raises ConfigError if there is no Linear but the output layer; `path` is model.path, for the message.
+    Names are last parts, e.g. `q_proj`. Raises ConfigError if the output layer is the only Linear. `path` is
+    model.path, for the message.
     """
     linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if linears <= {HEAD}:
@@ -248,9 +249,9 @@ def fitting_targets(model: PreTrainedModel, names: Sequence[str], path: str) -> 
 
 
 def _unambiguous_names(modules: Collection[str], model: PreTrainedModel) -> list[str]:
-    """Return the last parts of `modules`, which are full names, sorted; leave out those that other modules have too.
+    """Shorten the full names `modules` to their last parts, and sort them; leave out those that fit other modules too.
 
-    In OPT the norm before the second linear layer of each block and the model's last norm are `final_layer_norm`.
+    For example, in OPT `final_layer_norm` is a norm before a linear layer in each block, and also the last norm of all.
     """
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in modules}
     return sorted({name.rpartition(".")[2] for name in modules} - others)

@@ -555,7 +555,7 @@ class RunDirectory:
 
 
 def _session_of(path: Path) -> int:
-    """Return the number of the session that a file describes: 1 for env.json, 2 for env.2.json."""
+    """Read the number of a session from the name of its file: 1 for env.json, 2 for env.2.json."""
     return int(path.stem.partition(".")[2] or 1)
 
 

@@ -194,7 +194,7 @@ def _checked_grade(
 
 
 def _describe_error(error: BaseException, module: str) -> str:
-    """Describe what a function of the user's file `module` raised, with the last line of the file that led to it."""
+    """Format an error that the user's file `module` raised, with the number of the line that raised or led to it."""
     file = str(Path(module).absolute())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{type(error).__name__}: {first_line(error)}" + (f" (line {lines[-1]})" if lines else "")
