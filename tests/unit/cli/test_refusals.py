@@ -327,6 +327,14 @@ def test_a_store_in_the_environment_that_mlflow_may_take_is_not_refused(uri, mon
         ("lora: rank64\n", ["experiment/mine.yaml is not laid out", "each key indented below its group"]),
         ("defaults:\n  - format: nf4\n", ["experiment/mine.yaml is not laid out", "override /GROUP: OPTION in its"]),
         ("defaults:\n  - override /aqn: off\n", ["a defaults list of --config-dir cannot be read", '"off"']),
+        ("lora:\n  rank: 8\n", ["experiment=mine would be recorded as experiment=adhoc. Write experiment: mine in "]),
+        ("experiment: bf16\n", ["experiment=mine would be recorded as experiment=bf16. Write experiment: mine in "]),
+        ("experiment: mine\nscale: tiny\n", ["scale=pocket would be recorded as scale=tiny. Write scale: pocket in "]),
+        ("experiment: mine\ndiffers_in: [lora.rnk]\n", ["differs_in of experiment=mine: lora.rnk", "lora.rank?"]),
+        (
+            "experiment: mine\nhydra:\n  sweeper:\n    params:\n      seed: 0,1\n",
+            ["hydra.sweeper.params has a grid", "Type -m, or write mode: MULTIRUN below hydra: in the file"],
+        ),
     ],
 )
 def test_a_bad_file_of_the_user_s_own(text, parts, capsys, tmp_path):
@@ -357,6 +365,25 @@ def test_a_file_without_its_first_line_is_told_to_have_it(text, capsys, tmp_path
     message = refused("--config-dir mine sweeps=mine", capsys)
     assert "error: sweeps/mine.yaml " in message
     assert "Write # @package _global_ as its first line," in message
+
+
+@pytest.mark.parametrize("line", ["", "-m seed=0,1 "])
+@pytest.mark.parametrize("name", ["experiment/nf4", "sweeps/weight_formats"])
+def test_a_file_of_the_user_s_own_that_has_the_name_of_one_of_ours(name, line, capsys, tmp_path):
+    (file := tmp_path / "mine" / f"{name}.yaml").parent.mkdir(parents=True)
+    file.write_text("# @package _global_\nexperiment: nf4\nlora:\n  rank: 8\n")
+    message = refused(f"{line}--config-dir mine +experiment=bf16", capsys)
+    assert f"/mine has {name}.yaml, as the lab does, and only one of the two would be read. Give yours anoth" in message
+
+
+def test_an_override_may_not_change_what_an_arm_of_the_user_s_own_declares(capsys, tmp_path):
+    (folder := tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (folder / "queries.yaml").write_text(
+        "# @package _global_\nexperiment: queries\ndiffers_in: [lora.target_modules]\n"
+        "lora:\n  target_modules: [q_proj]\n"
+    )
+    message = refused("--config-dir mine +experiment=queries lora.target_modules=[k_proj]", capsys)
+    assert "lora.target_modules=[k_proj] changes what experiment=queries stands for" in message
 
 
 def test_a_folder_of_options_may_have_an_equals_sign_in_its_path(capsys, tmp_path):
