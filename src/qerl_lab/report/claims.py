@@ -5,7 +5,7 @@ runs; then each run records the file's SHA-256 (`preregistration=FILE`). `docs/v
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from qerl_lab.config.arm import is_of_arm
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.fields import DAY, DIRECTION, LIST, MAPPING, NUMBER, TEXT, WHOLE, check_fields, parse_number
 from qerl_lab.config.keys import FIELDS, TYPES, check_type
@@ -24,7 +25,8 @@ from qerl_lab.report.measures import MEASURES
 from qerl_lab.report.stats import format_change
 
 Settings = Mapping[str, str]
-KEYS_AND_GROUPS = {*FIELDS, *(name.rpartition(".")[0] for name in FIELDS)} - {""}  # such as lora.rank and lora
+KEYS = {key for key in FIELDS if is_of_arm(key)} | {"device", "checkpoint.every"}  # settings of runs (`Run.settings`)
+KEYS_AND_GROUPS = {*KEYS, *(name.rpartition(".")[0] for name in KEYS)} - {""}  # such as lora.rank and lora
 FEWEST_SEEDS = 2  # an interval needs two seeds
 
 OF_FILE = {"committed": DAY, "seeds": WHOLE, "claims": LIST}
@@ -230,10 +232,12 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], is_ratio: bool, w
     return Contrast(treated, control, arms[treated], arms[control], tuple(printed))
 
 
-def _check_key(key: Any, where: str, known: Collection[str]) -> None:
+def _check_key(key: Any, where: str, known: set[str]) -> None:
     """Raise ValueError if `key` is not in `known`; `where` names the place in the file for the message."""
-    if not isinstance(key, str) or key not in known:
+    if not isinstance(key, str) or key not in known | FIELDS.keys():
         raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")
+    if key not in known:  # it is not among the settings of any run
+        raise ValueError(f"{where}: {key} defines no arm; write keys that do, such as format.name or lora.rank")
 
 
 def _parse_settings(values: Any, where: str) -> dict[str, str]:
@@ -245,7 +249,7 @@ def _parse_settings(values: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where}: {values} is no mapping; write {{KEY: VALUE}}, for example {{format.name: bf16}}")
     found = {}
     for key, value in values.items():
-        _check_key(key, where, FIELDS)
+        _check_key(key, where, KEYS)
         if FIELDS[key].metadata["choices"]:
             value = str(value)
         elif TYPES[key] in (float, float | None) and type(value) in (int, str):
