@@ -9,7 +9,13 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
@@ -24,7 +30,7 @@ from qerl_lab.config.keys import (
     spell_value,
     unknown_key_error,
 )
-from qerl_lab.config.message import first_line
+from qerl_lab.config.message import first_line, in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import quote_text, quoted, shell_override
 
@@ -231,6 +237,8 @@ def explain(error: Exception) -> str:
             group = next((name for name in GROUPS if file.startswith(f"{name}/")), file.rpartition("/")[0])
             option = file.removeprefix(f"{group}/")
             return str(unknown_option_error(group, option, list(error.options)))
+        case InstantiationException() if error.__cause__:  # of hydra.callbacks; its own text only proposes a variable
+            return in_one_line(error.__cause__)
         case ValueError() if str(error).startswith(NO_NAME):
             return (
                 f"a defaults list of --config-dir cannot be read ({first_line(error)}): YAML takes off, on, yes and no "

@@ -85,9 +85,12 @@ def run(a_path: str, b_path: str) -> None:
     groups, left_out = shared_groups(pairs)
     compared = list(differences(pairs, groups))
     for name, arm, path in (("A", a, a_path), ("B", b, b_path)):
-        subject, seeds = next(iter(arm.values())).about["subject"], ", ".join(map(str, arm))
-        where = "" if subject.endswith(f" {path}") else f" ({path})"
-        print(f"{name}: {subject}{where}, seed{'s' if len(arm) > 1 else ''} {seeds}")
+        subject = next(iter(arm.values())).about["subject"]
+        if len(arm) > 1:  # the subject names one run of several
+            print(f"{name}: {path}, seeds {', '.join(map(str, sorted(arm)))}")
+        else:
+            where = "" if subject.endswith(f" {path}") else f" ({path})"
+            print(f"{name}: {subject}{where}, seed {next(iter(arm))}")
     print(f"\n{table(compared)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
     for note in [*notes, *left_out]:
         print(f"note: {note}")

@@ -121,6 +121,7 @@ def refused(line: str, capsys) -> str:
         ("-cn mine", ["-cn is not a flag", "Type --config-dir DIR"]),
         ("optim.learning_rate=0,001", ["optim.learning_rate=0,001 is several values, because a comma "]),
         ("--config-dir nowhere", ["Additional config directory", "/nowhere' not found"]),
+        ("+hydra.callbacks.mine._target_=nomod.Mine", ["nomod.Mine", "No module named 'nomod'"]),
         # sweeps: named by their job
         ("-m lora.rank=16,-1", ["job 1 (lora.rank=-1)", "at least 0"]),
         ("-m experiment=glob(zz*)", ["no job"]),

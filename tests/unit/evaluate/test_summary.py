@@ -170,6 +170,14 @@ def test_runs_of_one_arm_may_have_moved_questions_or_come_from_an_older_version(
     assert (trained({}, {}), bool(trained({}, arms[0]))) == ([], True)  # a base without a run
 
 
+def test_several_seeds_are_named_by_their_folder_and_in_order(tmp_path: Path, capsys) -> None:
+    for arm in "ab":
+        for seed in (10, 9):
+            write(tmp_path / arm / f"{seed}-run" / "evaluations" / "x", answers(A), run_seed=seed)
+    assert evaluate.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert f"A: {tmp_path}/a, seeds 9, 10\nB: {tmp_path}/b, seeds 9, 10\n" in capsys.readouterr().out
+
+
 def test_notes_name_engines_devices_and_seeds_that_differ(tmp_path: Path) -> None:
     """If A is dense, `common` is A's own engine: vLLM on a GPU. B has transformers on a CPU and another draw."""
     mine, theirs = {"rollout": "vllm", "device": "cuda"}, {"rollout": "transformers", "device": "cpu", "seed": 5}
