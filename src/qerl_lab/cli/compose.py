@@ -218,10 +218,10 @@ def _refuse_other_name(config: RunConfig, cfg: DictConfig) -> None:
     """
     for group in ("experiment", "scale"):
         option, name = cfg.hydra.runtime.choices.get(group), getattr(config, group)
-        if option is not None and name != option:
+        if option is not None and name != Path(option).name:  # an option may be in a folder of its group
             raise ConfigError(
                 f"{group}={option} would be recorded as {group}={name}. "
-                f"Write {group}: {option} in {group}/{option}.yaml."
+                f"Write {group}: {Path(option).name} in {group}/{option}.yaml."
             )
     for key in config.differs_in:
         try:

@@ -177,6 +177,8 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
     if override.lower() in ("help", "version"):
         return ConfigError(f"{override} cannot be read. Type --{override.lower()}.")
     key, sign, value = override.partition("=")
+    if key in ("--config-dir", "-cd"):  # a flag of the main command alone
+        return ConfigError(f"{override} cannot be read. Type hydra.searchpath=[DIR].")
     if not sign or not key:
         return ConfigError(
             f"{override} cannot be read. Type KEY=VALUE without spaces around the sign, or leave {override} out."

@@ -15,6 +15,7 @@ from qerl_lab.config.keys import NOT_PROPOSED, SET_BY_LAB, TYPES, unknown_key_er
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
+from qerl_lab.tools import serve_line
 from run_directories import claimed
 
 
@@ -385,6 +386,21 @@ def test_an_override_may_not_change_what_an_arm_of_the_user_s_own_declares(capsy
     )
     message = refused("--config-dir mine +experiment=queries lora.target_modules=[k_proj]", capsys)
     assert "lora.target_modules=[k_proj] changes what experiment=queries stands for" in message
+
+
+def test_an_option_in_a_folder_of_its_group_has_the_name_of_its_file(tmp_path):
+    (folder := tmp_path / "mine" / "experiment" / "ranks").mkdir(parents=True)
+    (folder / "small.yaml").write_text("# @package _global_\nexperiment: small\nlora:\n  rank: 8\n")
+    assert train.main(["--config-dir", "mine", "+experiment=ranks/small", "dry_run=true"]) == 0
+
+
+def test_a_command_without_the_flag_config_dir_says_which_key_does_the_same(tmp_path, capsys):
+    (folder := tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (folder / "small.yaml").write_text("# @package _global_\nexperiment: small\nlora:\n  rank: 8\n")
+    words = ["+experiment=small", "rollout=vllm_server"]
+    assert serve_line.main(["--config-dir", "mine", *words]) == 2
+    assert "--config-dir cannot be read. Type hydra.searchpath=[DIR]." in capsys.readouterr().err
+    assert make_plan(["hydra.searchpath=[mine]", *words], multirun=False).jobs[0].config.lora.rank == 8
 
 
 def test_a_folder_of_options_may_have_an_equals_sign_in_its_path(capsys, tmp_path):
