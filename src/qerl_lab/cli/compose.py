@@ -24,17 +24,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli import intent
-from qerl_lab.cli.overrides import (
-    GROUPS,
-    as_config_errors,
-    explain,
-    parse_overrides,
-    spell_for_hydra,
-    without_hydra_overrides,
-)
+from qerl_lab.cli.overrides import as_config_errors, explain, parse_overrides, spell_for_hydra, without_hydra_overrides
 from qerl_lab.config.arm import OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
-from qerl_lab.config.keys import NUMBERS, TYPES, field_of_key, spell_value
+from qerl_lab.config.keys import NUMBERS, TYPES, spell_value, unknown_key_error
 from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build_config, validate
@@ -107,11 +100,6 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
 
     Raises ConfigError if the run cannot start, or if an override has no effect or is only for sweeps.
     """
-    if cfg.hydra.sweeper.params:
-        raise ConfigError(
-            "hydra.sweeper.params has a grid, and this command runs one job. Type -m, or write mode: MULTIRUN below "
-            "hydra: in the file of the grid."
-        )
     _refuse_shadowed_files(cfg)
     typed = _typed_words(cfg.hydra.overrides.task)
     job = _checked_job(0, cfg, typed, loader)
@@ -121,6 +109,7 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     only_for_sweeps += [
         word for word in _typed_words(cfg.hydra.overrides.hydra) if word.lstrip("+").startswith("hydra.sweep.")
     ]
+    only_for_sweeps += ["hydra.sweeper.params without mode: MULTIRUN"] if cfg.hydra.sweeper.params else []
     if only_for_sweeps:
         raise ConfigError(
             f"{only_for_sweeps[0]} is for sweeps, and this command runs one job. "
@@ -181,20 +170,12 @@ def _refuse_equal_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _refuse_shadowed_files(cfg: DictConfig) -> None:
-    """Raise ConfigError if a file in a folder of the user's has the name of one of ours: Hydra reads only one of them.
-
-    The folders are those of --config-dir and hydra.searchpath in `cfg`, which Hydra composed.
-    """
-    for source in cfg.hydra.runtime.config_sources:
-        folder = Path(source.path)
-        if source.schema != "file" or folder.resolve() == package_data("conf").resolve():
-            continue
-        files = [f"{group}/{option}.yaml" for group in GROUPS for option in choices_of(group)]
-        if same := [file for file in files if (folder / file).is_file()]:
-            raise ConfigError(
-                f"{folder} has {some_of(same)}, as the lab does, and only one of the two would be read. "
-                "Give yours another name."
-            )
+    """Raise ConfigError if a folder of the user's in `cfg.hydra` has a file named like ours: Hydra reads only one."""
+    for folder in (Path(source.path) for source in cfg.hydra.runtime.config_sources if source.schema == "file"):
+        files = [file for file in sorted(folder.glob("*/*.yaml")) if file.stem in choices_of(file.parent.name)]
+        if files and folder.resolve() != package_data("conf").resolve():
+            given = f"{folder} has {some_of([f'{file.parent.name}/{file.name}' for file in files])}, as the lab does"
+            raise ConfigError(f"{given}, and only one of the two would be read. Give yours another name.")
 
 
 def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> Job:
@@ -205,40 +186,26 @@ def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: Con
     typed = intent.overrides_by_key(overrides)
     config = job_config(cfg, typed)
     intent.check_overrides(config, typed)
-    _refuse_other_name(config, cfg)
     _refuse_mislabelled_experiment(config, typed, cfg, loader)
     notes = intent.notes_before_start(config, cfg.optim.micro_batch_size, typed)
     return Job(number, without_hydra_overrides(overrides), config, Path(), notes)
 
 
-def _refuse_other_name(config: RunConfig, cfg: DictConfig) -> None:
-    """Raise ConfigError if the file of an arm or a scale gives its runs another name than its own, or an unknown key.
-
-    `config` is the job's configuration, `cfg` the same as Hydra composed it.
-    """
-    for group in ("experiment", "scale"):
-        option, name = cfg.hydra.runtime.choices.get(group), getattr(config, group)
-        if option is not None and name != Path(option).name:  # an option may be in a folder of its group
-            raise ConfigError(
-                f"{group}={option} would be recorded as {group}={name}. "
-                f"Write {group}: {Path(option).name} in {group}/{option}.yaml."
-            )
-    for key in config.differs_in:
-        try:
-            field_of_key(key)
-        except ConfigError as error:
-            raise ConfigError(f"differs_in of experiment={config.experiment}: {error}") from None
-
-
 def _refuse_mislabelled_experiment(
     config: RunConfig, typed: Mapping[str, str], cfg: DictConfig, loader: ConfigLoader
 ) -> None:
-    """Raise ConfigError if a typed override changes what experiment=NAME means, because the run would keep that name.
+    """Raise ConfigError if a run would have a wrong name, by the file of its arm or scale, or by a typed override.
 
     `config` is the job's configuration, `cfg` the same as Hydra composed it. `typed` maps typed keys to their values.
     """
-    own = {key for key in config.differs_in if TYPES[key] not in NUMBERS}
-    arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(own | _experiment_keys())
+    for group in ("experiment", "scale"):
+        option, name = cfg.hydra.runtime.choices.get(group), getattr(config, group)
+        if option is not None and name != (own := Path(option).name):  # an option may be in a folder of its group
+            raise ConfigError(f"runs of {group}={option} would be called {name}. Write {group}: {own} in its file.")
+    if unknown := [key for key in config.differs_in if key not in TYPES]:
+        raise ConfigError(f"differs_in of experiment={config.experiment}: {unknown_key_error(unknown[0])}")
+    own_keys = {key for key in config.differs_in if TYPES[key] not in NUMBERS}
+    arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(own_keys | _experiment_keys())
     # A typed group, such as format, changes the declared keys in it.
     suspects = [key for key in typed if any(f"{name}.".startswith(f"{key}.") for name in declared)]
     if arm is None or not suspects:

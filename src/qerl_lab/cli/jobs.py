@@ -100,10 +100,12 @@ def sweep_name(directory: Path) -> str:
 
 
 def plan_of_sweep(directory: Path) -> Plan | None:
-    """Read the plan of an existing sweep from its directory; None if the directory has no sweep."""
+    """Read the plan of the sweep in a directory; None if there is none. Raises ConfigError if it holds no run."""
     if not (directory / LOCK).exists():
         return None
     jobs, run_dirs = list[Job](), [path.parent for path in directory.rglob("resolved.yaml")]
+    if not run_dirs:
+        raise ConfigError(f"{directory} is of a sweep and holds no run. Type the line that began the sweep.")
     for number, path in enumerate(sorted(run_dirs, key=lambda path: by_numbers(str(path)))):
         run = RunDirectory(path)
         jobs.append(Job(number, run.overrides(), run.config(), path, begun=run.status != "not run"))

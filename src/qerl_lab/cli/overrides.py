@@ -9,13 +9,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    InstantiationException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
@@ -237,7 +231,7 @@ def explain(error: Exception) -> str:
             group = next((name for name in GROUPS if file.startswith(f"{name}/")), file.rpartition("/")[0])
             option = file.removeprefix(f"{group}/")
             return str(unknown_option_error(group, option, list(error.options)))
-        case InstantiationException() if error.__cause__:  # of hydra.callbacks; its own text only proposes a variable
+        case HydraException() if error.__cause__ and "HYDRA_FULL_ERROR" in str(error):  # which changes nothing here
             return in_one_line(error.__cause__)
         case ValueError() if str(error).startswith(NO_NAME):
             return (

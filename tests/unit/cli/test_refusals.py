@@ -329,13 +329,13 @@ def test_a_store_in_the_environment_that_mlflow_may_take_is_not_refused(uri, mon
         ("lora: rank64\n", ["experiment/mine.yaml is not laid out", "each key indented below its group"]),
         ("defaults:\n  - format: nf4\n", ["experiment/mine.yaml is not laid out", "override /GROUP: OPTION in its"]),
         ("defaults:\n  - override /aqn: off\n", ["a defaults list of --config-dir cannot be read", '"off"']),
-        ("lora:\n  rank: 8\n", ["experiment=mine would be recorded as experiment=adhoc. Write experiment: mine in "]),
-        ("experiment: bf16\n", ["experiment=mine would be recorded as experiment=bf16. Write experiment: mine in "]),
-        ("experiment: mine\nscale: tiny\n", ["scale=pocket would be recorded as scale=tiny. Write scale: pocket in "]),
+        ("lora:\n  rank: 8\n", ["runs of experiment=mine would be called adhoc. Write experiment: mine in its file."]),
+        ("experiment: bf16\n", ["runs of experiment=mine would be called bf16. Write experiment: mine in its file."]),
+        ("experiment: mine\nscale: tiny\n", ["runs of scale=pocket would be called tiny. Write scale: pocket in its"]),
         ("experiment: mine\ndiffers_in: [lora.rnk]\n", ["differs_in of experiment=mine: lora.rnk", "lora.rank?"]),
         (
             "experiment: mine\nhydra:\n  sweeper:\n    params:\n      seed: 0,1\n",
-            ["hydra.sweeper.params has a grid", "Type -m, or write mode: MULTIRUN below hydra: in the file"],
+            ["hydra.sweeper.params without mode: MULTIRUN is for sweeps", "or add -m"],
         ),
     ],
 )
@@ -386,6 +386,12 @@ def test_an_override_may_not_change_what_an_arm_of_the_user_s_own_declares(capsy
     )
     message = refused("--config-dir mine +experiment=queries lora.target_modules=[k_proj]", capsys)
     assert "lora.target_modules=[k_proj] changes what experiment=queries stands for" in message
+
+
+def test_a_sweep_whose_runs_were_deleted_cannot_be_resumed(tmp_path, capsys):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / ".lock").touch()
+    assert "holds no run. Type the line that began the sweep." in refused("resume=sweep", capsys)
 
 
 def test_an_option_in_a_folder_of_its_group_has_the_name_of_its_file(tmp_path):

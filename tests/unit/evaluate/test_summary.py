@@ -175,7 +175,7 @@ def test_several_seeds_are_named_by_their_folder_and_in_order(tmp_path: Path, ca
         for seed in (10, 9):
             write(tmp_path / arm / f"{seed}-run" / "evaluations" / "x", answers(A), run_seed=seed)
     assert evaluate.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert f"A: {tmp_path}/a, seeds 9, 10\nB: {tmp_path}/b, seeds 9, 10\n" in capsys.readouterr().out
+    assert f"A: runs in {tmp_path}/a, seeds 9, 10\nB: runs in {tmp_path}/b, seeds 9, 10\n" in capsys.readouterr().out
 
 
 def test_notes_name_engines_devices_and_seeds_that_differ(tmp_path: Path) -> None:
