@@ -85,10 +85,9 @@ def run(a_path: str, b_path: str) -> None:
     groups, left_out = shared_groups(pairs)
     compared = list(differences(pairs, groups))
     for name, arm, path in (("A", a, a_path), ("B", b, b_path)):
-        seeds, subject = ", ".join(map(str, sorted(arm))), next(iter(arm.values())).about["subject"]
-        subject = f"runs in {path}" if len(arm) > 1 else subject
+        subject = f"runs in {path}" if len(arm) > 1 else next(iter(arm.values())).about["subject"]
         where = "" if subject.endswith(f" {path}") else f" ({path})"
-        print(f"{name}: {subject}{where}, seed{'s' if len(arm) > 1 else ''} {seeds}")
+        print(f"{name}: {subject}{where}, seed{'s' if len(arm) > 1 else ''} {', '.join(map(str, sorted(arm)))}")
     print(f"\n{table(compared)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
     for note in [*notes, *left_out]:
         print(f"note: {note}")

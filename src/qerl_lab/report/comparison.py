@@ -210,8 +210,7 @@ def text(comparison: Comparison, baseline: str | None) -> str:
         first, last = (float(np.mean([run.summary[f"entropy_{when}"] for run in runs])) for when in ("first", "last"))
         row.append(first_and_last(first, last, max(run.summary["steps"] for run in runs)))
     differ = tabulate_differing_settings(comparison, "arms differ in")
-    how_to_read = "Cells: mean [interval] (number of seeds).\n"
-    how_to_read += HOW_TO_READ if len(comparison.arms) > 1 else ABOUT_INTERVALS
+    how_to_read = f"Cells: mean [interval] (seeds).\n{HOW_TO_READ if len(comparison.arms) > 1 else ABOUT_INTERVALS}"
     scales = tabulate_scales(comparison, "scales differ in")
     if any(NO_SPREAD in cell for row in rows for cell in row):
         how_to_read += f"\n{ABOUT_NO_SPREAD}"

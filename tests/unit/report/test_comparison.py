@@ -227,9 +227,8 @@ def test_one_seed_has_no_interval(here: Path, printed: Callable[..., str]) -> No
     assert line.split() == [
         "bf16", "1", "of", "1", "0.375", "(1)", "0.625", "(1)", "+0.250", "(1)", "0.350", "->", "0.200",
     ]  # fmt: skip
-    assert out.endswith(
-        "\nCells: mean [interval] (number of seeds).\nIntervals are 95%, over seeds and questions; one seed has none.\n"
-    )
+    note = "Cells: mean [interval] (seeds).\nIntervals are 95%, over seeds and questions; one seed has none.\n"
+    assert out.endswith(f"\n{note}")
 
 
 def test_seeds_of_equal_means_have_no_interval_and_the_table_says_why(here: Path, printed: Callable[..., str]) -> None:
