@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -153,6 +154,26 @@ def test_what_is_done_is_done_however_its_process_ends(run: RunDirectory) -> Non
     run.finish({"seconds": 3.0})
     run.fail("RuntimeError: of a rank that came too late")
     assert (run.settle(-signal.SIGKILL), run.status, run.result()) == (OK, "done", {"seconds": 3.0})
+
+
+def test_a_run_killed_while_it_is_extended_is_not_done_with_steps_that_it_lacks(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a run could be neither continued nor extended."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run.begin()
+    longer = replace(run.config(), steps=4, extended=[2])
+    for owner, change in ((Path, "rename"), (RunDirectory, "_replace_config")):
+        run.finish({"steps": 2})
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, change, killed)
+            with pytest.raises(KeyboardInterrupt):
+                run.extend(longer)
+        assert run.config().steps != longer.steps
+    assert (run.status, names(run.path)) == ("interrupted", {"resolved.yaml", ".typed", "DONE-2"})
 
 
 def test_a_killed_rank_is_the_reason_of_a_failure_and_not_the_errors_of_the_others(run: RunDirectory) -> None:
