@@ -24,6 +24,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.tools import queue as command
+from qerl_lab.tools import queue_file
 from qerl_lab.tools.queue import CollectOptions, Machine, RunOptions, collect, run
 from qerl_lab.tools.queue_file import DONE, FAILED, Planned, read_ledger, write_ledger
 from waiting import wait_for
@@ -335,6 +336,16 @@ def test_a_run_begins_if_it_fits_the_lease_and_continues_in_any_case(
         lab.run("second")
         lab.run("third", minutes=9, lease=lease)
         assert lab.calls.made[:2] == ["qerl_lab", "qerl_lab"]
+
+
+def test_the_lease_is_counted_from_the_start_of_the_command(lab: Lab) -> None:
+    """Otherwise the last run would start on a machine that is taken back before the run ends."""
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("seconds: 1", "seconds: 600"))
+    queue = queue_file.read(lab.folder / "queue.yaml")
+    options = RunOptions(runs=str(lab.folder / "machine"), pack=str(lab.folder), minutes=9, lease=11)
+    for minutes_ago, fits in ((2, False), (0, True)):
+        machine = Machine(queue, options, GpuPool(["0"], 1), time.monotonic() - 60 * minutes_ago)
+        assert machine.train_and_evaluate(queue.runs[0], {}) == fits
 
 
 def test_a_run_that_the_main_command_refuses_ends_the_queue_with_the_same_message(lab: Lab) -> None:
