@@ -28,8 +28,11 @@ def sweep(here: Path) -> Path:
             make_run(here / "runs" / f"{arm}-{seed}", arm, seed)
     about = {"git_sha": "feedface", "dirty": True, "command": "python -m qerl_lab", "cpus_usable": 2, "cpu": "Xeon"}
     about |= {"packages": {"torch": "2.13.0"}, "gpus": [{"name": "H200", "driver": "580"}] * 2}
+    about |= {"time": "2026-01-31T12:00:00+0000", "host": "one"}
+    resumed = {"git_sha": "0ddba11", "packages": {"torch": "2.14.0"}, "gpus": []}
+    resumed |= {"time": "2026-02-01T12:00:00+0000", "host": "two"}
     (here / "runs" / "bf16-0" / "env.json").write_text(json.dumps(about))
-    (here / "runs" / "bf16-0" / "env.2.json").write_text(json.dumps(about | {"git_sha": "0ddba11", "gpus": []}))
+    (here / "runs" / "bf16-0" / "env.2.json").write_text(json.dumps(about | resumed))
     make_run(here / "runs" / "old", "bf16", 1, ended=1e9)
     make_run(here / "runs" / "failed", "nvfp4_aqn", 3, failed="FloatingPointError: loss is NaN")
     (make_run(here / "runs" / "damaged", "bf16", 4) / "eval.parquet").unlink()
@@ -46,6 +49,8 @@ def test_the_files_are_tidy(sweep: Path) -> None:
     ]  # fmt: skip
     assert row["machine"] == "2 x H200 (driver 580), 2 CPUs: Xeon then 2 CPUs: Xeon"
     assert row["code"] == "feedfac with changes then 0ddba11 with changes"
+    assert (row["began"], row["place"]) == ("2026-01-31T12:00:00+0000", "one two")
+    assert json.loads(row["versions"]) == {"torch": "2.13.0"}
     assert json.loads(row["settings"])["optim.learning_rate"] == str(config("bf16", 0).optim.learning_rate)
     states = runs.set_index("run")["state"]
     assert states["runs/failed"] == "failed (FloatingPointError: loss is NaN)"
