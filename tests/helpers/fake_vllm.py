@@ -113,8 +113,8 @@ class FakeVllm:
         with self.lock:
             self.at_once -= 1
             logprobs = self.logprobs(body["prompt"], body["max_tokens"])
-        choices = [
-            {"index": index, "token_ids": [5] * body["max_tokens"], "finish_reason": reason,
+        choices = [  # the last first; the first has tokens 5, as `logprobs` has them
+            {"index": index, "token_ids": [5 + index] * body["max_tokens"], "finish_reason": reason,
              "logprobs": None if body["logprobs"] is None else {"token_logprobs": logprobs}}
             for index in reversed(range(body["n"]))
         ]  # fmt: skip

@@ -17,6 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import all_weights
 from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.rollout.vllm.all_weights import send
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
@@ -119,6 +120,9 @@ def test_with_lora_full_the_engine_sends_the_weights_and_then_the_noisy_norms(cf
         for parameter in policy.model.parameters():
             parameter.data += 0.01 * torch.randn_like(parameter)
         engine.sync(noise := Noise(0.1, seed=0, step=1))
+        monkeypatch.setattr(PlayedLlm, "reset_prefix_cache", lambda _: False)
+        with pytest.raises(EngineFailed, match="kept its prefix cache"):  # which has results of the old weights
+            engine.sync(noise)
     for name, weight in weights.items():
         noisy = noise.onto_norms({key: norm.data for key, norm in policy.norms.items()}).get(name[: -len(".weight")])
         held = began.held[fused(name)]

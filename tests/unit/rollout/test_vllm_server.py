@@ -78,7 +78,7 @@ def test_a_rollout_is_one_request_per_prompt(engine, fake: FakeVllm, policy: Pol
     fixed = {"model": name, "n": 2, "max_tokens": 4, "logprobs": 0, "stop_token_ids": policy.end_ids()}
     assert all(body | fixed == body for body in bodies)
     assert sum(told) == 6
-    assert ids_of(out) == [[[5] * 4] * 2] * 3
+    assert ids_of(out) == [[[5] * 4, [6] * 4]] * 3
     assert out.completions[0].logprobs == fake.logprobs(PROMPTS[0], 4)
     assert out.entropy is None
     seeds = [body["seed"] for body in bodies]

@@ -8,7 +8,7 @@ import pytest
 
 from played_vllm import PlayedLlm, played_engine
 from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, Sampling
-from qerl_lab.rollout.vllm.logprob_scheduler import LOGPROBS
+from qerl_lab.rollout.vllm.logprob_scheduler import LOGPROBS, completion_names
 
 
 class Endless:
@@ -81,16 +81,20 @@ def test_a_rollout_fails_after_its_time_limit(play: Callable[..., Engine]) -> No
 
 
 class TwoTokens(Endless):
-    """A fake that ends a completion after two tokens, and stores their log-probs as the scheduler does."""
+    """A fake that ends the two completions of a group after two tokens, and lists the second one first.
+
+    It stores log-probs as the scheduler does.
+    """
 
     def has_unfinished_requests(self) -> bool:
         return self.steps < 2
 
     def step(self) -> list[SimpleNamespace]:
         super().step()
-        LOGPROBS.setdefault("0", []).append(-float(self.steps))
-        output = SimpleNamespace(index=0, token_ids=[5, 6], finish_reason="stop")
-        return [SimpleNamespace(finished=self.steps == 2, request_id="0", outputs=[output])]
+        for index, name in enumerate(completion_names("0", 2)):
+            LOGPROBS.setdefault(name, []).append(-float(self.steps + 10 * index))
+        outputs = [SimpleNamespace(index=index, token_ids=[5, index], finish_reason="stop") for index in (1, 0)]
+        return [SimpleNamespace(finished=self.steps == 2, request_id="0", outputs=outputs)]
 
 
 def test_log_probs_of_a_stopped_rollout_do_not_reach_the_next(play: Callable[..., Engine]) -> None:
@@ -100,6 +104,8 @@ def test_log_probs_of_a_stopped_rollout_do_not_reach_the_next(play: Callable[...
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        play(TwoTokens()).generate([[3]], 1, Sampling(24, seed=7), stop)
-    out = play(TwoTokens()).generate([[3]], 1, Sampling(24, seed=7))
-    assert out.completions == [Completion([5, 6], [-1.0, -2.0], "stop")]
+        play(TwoTokens()).generate([[3]], 2, Sampling(24, seed=7), stop)
+    out = play(TwoTokens()).generate([[3]], 2, Sampling(24, seed=7))
+    assert out.completions == [
+        Completion([5, 0], [-1.0, -2.0], "stop"), Completion([5, 1], [-11.0, -12.0], "stop")
+    ]  # fmt: skip
