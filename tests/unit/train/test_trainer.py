@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -233,15 +234,17 @@ def test_all_ranks_probe_where_one_has_noise(train, monkeypatch: pytest.MonkeyPa
 
 
 def test_peak_memory_is_that_of_the_rank_with_most(train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank out of memory ends the run. Here another rank has a peak of a million GiB."""
+    """One rank out of memory ends the run. Here another rank has twice the 3 GiB of this one."""
 
     def gather(ranks: Ranks, value: Any) -> list[Any]:
         is_peak = isinstance(value, dict) and "memory/rss_gib" in value
-        return [value, value | {"memory/rss_gib": 1e6}] if is_peak else [value]
+        return [value, value | {"memory/rss_gib": 2 * value["memory/rss_gib"]}] if is_peak else [value]
 
     monkeypatch.setattr(Ranks, "gather", gather)
+    used = SimpleNamespace(ru_maxrss=3 * 2**20)  # KiB
+    monkeypatch.setattr("qerl_lab.train.trainer.resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: used))
     (metrics,) = train(**SHORT).steps
-    assert metrics["memory/rss_gib"] == 1e6
+    assert metrics["memory/rss_gib"] == 6
 
 
 def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_path) -> None:
