@@ -84,6 +84,8 @@ def test_a_signal_within_an_evaluation_saves_the_step_and_a_resume_changes_no_nu
     assert runs.run(stop=stop) == INTERRUPTED
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
     assert "step 2" not in RunDirectory(folder).evaluations()
+    ((_, ended),) = RunDirectory(folder).sessions()
+    assert ended is not None, "its seconds count"
     assert runs.run() == OK
     assert asked == [(6, 1), (ASKED, 2), (ASKED, 2), (ASKED, 2), (ASKED, 2), (6, 3)]  # step 2 is asked again
     same(folder, watched)
