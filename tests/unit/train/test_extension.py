@@ -27,6 +27,7 @@ def trained(tiny: Callable[..., RunConfig], tmp_path_factory: pytest.TempPathFac
     cfg = tiny(
         steps=2, optim__learning_rate=0.01, optim__schedule="linear", algorithm__updates_per_rollout=2,
         aqn__schedule="linear", aqn__sigma_start=0.1, aqn__sigma_end=0.0, aqn__stages=4, aqn__reading="equation",
+        checkpoint__keep=1,
     )  # fmt: skip
     directory = claimed(tmp_path_factory.mktemp("trained") / "run", cfg)
     directory.begin()
@@ -36,7 +37,7 @@ def trained(tiny: Callable[..., RunConfig], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def directory(trained: Path, tmp_path: Path) -> RunDirectory:
-    """A finished run of two steps."""
+    """A finished run of two steps, which keeps its last checkpoint."""
     return RunDirectory(shutil.copytree(trained, tmp_path / "run"))
 
 
