@@ -1,15 +1,21 @@
 """A run that learns gets no warning; each sign of trouble gives one."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from qerl_lab.config.schema import RolloutConfig, RunConfig, VllmConfig, VllmServerConfig
 from qerl_lab.config.task import TaskConfig
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train.health import WINDOW, Watch
+from qerl_lab.train.run import record_steps
+from run_directories import claimed
 
 RECORD = Path(__file__).parents[2] / "data" / "record"
 GOOD = {
@@ -124,3 +130,17 @@ def test_a_resumed_run_compares_with_its_beginning_and_does_not_repeat_itself() 
     assert told([worthless] * WINDOW, earlier=[{"eval/accuracy": 0.5}, *[worthless] * WINDOW]) == []
     assert told([low] * WINDOW, earlier=[GOOD] * WINDOW)
     assert not told([low] * WINDOW)
+
+
+def test_a_resumed_run_repeats_no_warning_of_its_earlier_sessions(
+    tiny: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = claimed(tmp_path / "run", tiny())
+    cfg, trainer = directory.config(), SimpleNamespace(batch=SimpleNamespace(groups=[]))
+    session: Any = SimpleNamespace(cfg=cfg, directory=directory)
+    for done in (0, WINDOW):
+        tracker = Tracker(cfg, directory, parts=["answer"], last_step=done)
+        record_steps(session, tracker, trainer, Mock())  # type: ignore[arg-type]
+        for step in range(done + 1, done + WINDOW + 1):
+            trainer.on_step(step, GOOD | WORTHLESS)
+    assert capsys.readouterr().err.count("no completion has earned anything") == 1
