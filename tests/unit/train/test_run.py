@@ -53,6 +53,20 @@ def test_the_recorded_code_hash_is_from_before_the_model_loads(tiny, tmp_path: P
     assert directory.environment()["code_hash"] == began
 
 
+def test_a_killed_session_lasts_until_its_last_line_also_if_this_step_is_trained_again(
+    tiny, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(run_module, "train", lambda *_: None)
+    monkeypatch.setattr(run_module, "conclude", lambda *_: None)
+    directory = claimed(tmp_path / "run", tiny(eval__questions=0))
+    directory.begin_session(1.0)
+    directory.append_metrics(1, {"reward/mean": 0.0})
+    (line,) = directory.metrics()
+    run_module.run(directory.config(), directory, Stop())
+    assert directory.metrics() == []
+    assert directory.sessions()[0] == [1.0, line["time"]]
+
+
 @pytest.mark.parametrize("is_renamed", [True, False])
 def test_a_run_whose_directory_was_renamed_says_that_and_prints_no_traceback(
     tiny, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str], is_renamed: bool
