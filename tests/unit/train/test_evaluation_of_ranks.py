@@ -128,12 +128,20 @@ def test_the_record_is_that_of_one_rank(sessions, tmp_path: Path) -> None:
     assert records[0] == records[1] == records[2]
 
 
-def test_nothing_is_asked_twice(sessions) -> None:
-    """Rank 0, which writes the record, decides whether a phase is recorded already."""
+def test_nothing_is_asked_twice_unless_the_answers_are_gone(sessions) -> None:
+    """Rank 0, which writes the record, decides whether a phase is recorded already.
+
+    A user may move a damaged eval.parquet away. The metrics of its answers are then recorded already.
+    """
     for _ in range(2):
         two = sessions(*threads(2))
         [end.result() for end in ask(two)]
     assert [session.engine.asked for session in two] == [[], []]
+    directory = two[0].directory
+    (directory.path / "eval.parquet").unlink()
+    [end.result() for end in ask(two)]
+    assert list(directory.evaluations()) == ["before"]
+    assert len(directory.metrics()) == 1
 
 
 @pytest.mark.parametrize("at", [0, 1])
