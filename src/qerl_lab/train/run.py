@@ -109,8 +109,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             session.raise_if_stopped()
             # the quantized model: no trained adapter, no noise
             evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
-            if not saved:
-                evaluate_subset(session, 0)
+            evaluate_subset(session, 0)
             session.raise_if_stopped()
             train(session)
             session.raise_if_stopped()
