@@ -53,12 +53,14 @@ def test_a_job_that_a_stopped_sweep_did_not_begin_can_be_resumed(
 def test_a_job_that_another_process_runs_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     plan = jobs.claim_directories(make_plan([f"seed={DONE},10", "hydra.sweep.dir=sweep"], True), "the command")
     second = RunDirectory(Path("sweep/1-adhoc-seed10"))
+    Path("sweep", scheduler.STOP_FILE).touch()  # left by the command that was stopped
     with second.locked():
         second.begin()  # by resume=, for example
         scheduler.run(plan, "the command")
         assert scheduler.finish(plan) == 130
     assert f"another process is running in {second.path.absolute()}" in capfd.readouterr().err
     assert second.status == "interrupted"
+    assert RunDirectory(Path("sweep/0-adhoc-seed0")).status == "done"
 
 
 def test_a_continued_sweep_runs_each_job_with_the_settings_of_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
