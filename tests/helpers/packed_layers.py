@@ -8,20 +8,17 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from qerl_lab.formats.bf16 import Bf16
+from qerl_lab.config.schema import FormatConfig
+from qerl_lab.formats import FORMATS, build
 from qerl_lab.formats.format import Format, pack_fused
-from qerl_lab.formats.fp8 import Fp8
-from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nf4 import Nf4
-from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
 
 N, K = 96, 128
-# With the schema's defaults.
-NVFP4, MXFP4, NF4, FP8, BF16 = Nvfp4("max"), Mxfp4("round"), Nf4(double_quant=True), Fp8("auto"), Bf16()
-BY_NAME = {each.NAME: each for each in (NVFP4, MXFP4, NF4, FP8, BF16)}
-PACKED = [NVFP4, MXFP4, NF4, Nf4(double_quant=False), FP8]
-ALL = [*PACKED, BF16]
+BY_NAME = {name: build(FormatConfig(name=name)) for name in FORMATS}  # with the schema's defaults
+NVFP4, MXFP4, NF4, FP8, BF16 = (BY_NAME[name] for name in ("nvfp4", "mxfp4", "nf4", "fp8", "bf16"))
+ALL = [*BY_NAME.values(), Nf4(double_quant=False)]
+PACKED = [each for each in ALL if each.BLOCK is not None]
 LAYER_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 E4M3 = torch.arange(0x7F, dtype=torch.uint8)  # no sign, no NaN
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}  # to compare by
