@@ -28,8 +28,9 @@ DPI = 160
 PANEL_PIXELS = 704  # width of a panel, 4.4 inches: sharp on a phone and at half the width of a page
 # Okabe and Ito's colors, which color-blind readers can distinguish; FP8's is Tol's indigo.
 KNOWN = {DENSE_FORMAT: "#000000", "nvfp4": "#0072B2", "mxfp4": "#D55E00", "nf4": "#009E73", "fp8": "#332288"}
-OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # colors that `KNOWN` does not use
-FORMATS: dict[str, str] = KNOWN | dict(zip(sorted({*choices_of("format")} - {*KNOWN}), OTHERS[::-1], strict=False))
+NEW = ("#882255", "#44AA99", "#F0E442")  # for formats that `KNOWN` lacks, by alphabet
+OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # colors of no format
+FORMATS: dict[str, str] = KNOWN | dict(zip(sorted({*choices_of("format")} - {*KNOWN}), NEW, strict=False))
 # Noise schedules that the paper draws. A figure of arms in several formats shows the colors of formats instead.
 SCHEDULES = {"exponential": "#56B4E9", "linear": "#E69F00", "cosine": "#CC79A7", "logarithmic": "#777777"}
 # Four dashes and nine markers: with eight markers the ninth arm of a format would have both of the first arm.
@@ -92,10 +93,11 @@ def _colors(formats: Mapping[str, str]) -> dict[str, str]:
     if len(set(formats.values())) > 1:
         return {arm: color(weight_format) for arm, weight_format in formats.items()}
     chosen = dict[str, str]()
+    names = sorted({*choices_of("aqn"), *SCHEDULES}, key=len, reverse=True)  # cosine_restarts before cosine
     for arm in formats:
-        for word in re.findall("[a-z]+", arm.lower()):
-            if word in SCHEDULES:
-                chosen.setdefault(arm, SCHEDULES[word])
+        for name in re.findall(rf"(?<![a-z])(?:{'|'.join(names)})(?![a-z])", arm.lower()):
+            if name in SCHEDULES:
+                chosen.setdefault(arm, SCHEDULES[name])
     free = [shade for shade in OTHERS if shade not in chosen.values()]
     if chosen:  # the colors of other schedules come last, because the paper's figures below may show them
         free.sort(key=lambda shade: shade in SCHEDULES.values())

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, ImageColor
 
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.record.metrics import encode_line
 from qerl_lab.report import comparison, curves, palette, paper_curves
 from qerl_lab.report.runs import FINISHED, Run
@@ -236,6 +237,14 @@ def test_a_format_has_one_color_in_our_figures_and_the_papers() -> None:
     assert not set(shades[1:]) & set(palette.FORMATS.values())
 
 
+def test_every_format_has_a_color_that_nothing_else_has() -> None:
+    """`color` gives any other format the same gray."""
+    assert set(palette.FORMATS) == set(choices_of("format")), "add a color to NEW in report/palette.py"
+    shades = [*palette.KNOWN.values(), *palette.NEW, *palette.OTHERS]
+    assert len({*shades}) == len(shades), "two have the same color"
+    assert {*palette.SCHEDULES.values()} <= {*palette.OTHERS}
+
+
 def test_only_plain_arms_of_a_format_have_filled_markers_in_any_order(tmp_path: Path) -> None:
     for number, (arm, rate) in enumerate([("bf16", 1e-5), ("bf16", 1e-6), ("nvfp4_aqn", 1e-5), ("nvfp4_aqn", 1e-6)]):
         make_run(tmp_path / str(number), arm, 0, optim__learning_rate=rate)
@@ -256,6 +265,14 @@ def test_a_noise_schedule_has_one_color_in_our_figures_and_the_papers() -> None:
     for figure in (one for one in paper_curves.FIGURES if one.varies == "schedule"):
         drawn = {line.get_label().split()[0]: line.get_color() for line in paper_curves.draw(figure).axes[0].lines}
         assert drawn == {name: ours[name] for name in palette.SCHEDULES}
+
+
+def test_a_schedule_called_like_another_and_more_has_a_color_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["cosine", "cosine_restarts", "off"]
+    monkeypatch.setattr(palette, "choices_of", lambda group: names)
+    looks = palette.styles({f"aqn={name}": "nvfp4" for name in names})
+    assert looks["aqn=cosine"]["color"] == palette.SCHEDULES["cosine"]
+    assert len({style["color"] for style in looks.values()}) == len(names)
 
 
 def test_a_png_keeps_the_color_of_each_line() -> None:
