@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import option
+from qerl_lab.config.rules import VLLM_FORMATS
 from qerl_lab.config.schema import DENSE_FORMAT
 
 # From config.json of the models on the hub: the keys that affect speed. Weights are random.
@@ -25,6 +26,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     name: dict(zip(_KEYS, shape, strict=True)) for name, shape in _SHAPES.items()
 }
 FORMATS = (DENSE_FORMAT, *(name for name in choices_of("format") if name != DENSE_FORMAT))
+OF_VLLM = [name for name in FORMATS if name in VLLM_FORMATS.split("|")]  # rollout and step sample on vLLM
 ARMS = (DENSE_FORMAT, "bf16_peft", *FORMATS[1:], "qlora")  # of train_step
 # Baselines and their weight formats: PEFT's modules; unchanged vLLM with a LoRARequest; TRL's trainer with such a vLLM.
 PEFT = {"bf16_peft": "bf16", "qlora": "nf4"}
@@ -78,7 +80,7 @@ class RolloutOptions(Options):
     BENCHMARK = "rollout"
     BASELINES = VLLM
     arms: list[str] = option(
-        ["bf16_stock", "qlora_stock", "nvfp4_stock", *FORMATS],
+        ["bf16_stock", "qlora_stock", "nvfp4_stock", *OF_VLLM],
         ARM_HELP.format(
             "NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)", "vLLM's LLM"
         ),
@@ -98,7 +100,7 @@ class StepOptions(TrainingOptions):
     BENCHMARK = "step"
     BASELINES = TRL
     arms: list[str] = option(
-        ["bf16_trl", "qlora_trl", *FORMATS],
+        ["bf16_trl", "qlora_trl", *OF_VLLM],
         ARM_HELP.format(
             "NAME_trl is TRL's GRPOTrainer with vLLM beside it, as they are (qlora_trl: bitsandbytes NF4)",
             "TRL's GRPOConfig",

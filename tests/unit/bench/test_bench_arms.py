@@ -33,6 +33,13 @@ def test_an_arm_is_a_name_and_overrides() -> None:
     assert stock.overrides == {"linear_backend": "humming", "enforce_eager": True}
 
 
+@pytest.mark.parametrize("options", [RolloutOptions(scratch="/"), StepOptions(scratch="/")], ids=["rollout", "step"])
+def test_every_default_arm_can_be_measured(options: RolloutOptions | StepOptions) -> None:
+    """A format that vLLM has no kernel for is no default arm."""
+    assert {"bf16", "nvfp4"} < {*options.arms}
+    check(options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
