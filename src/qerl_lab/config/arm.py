@@ -29,6 +29,7 @@ NOT_OF_ARM = (
 ADDED: Mapping[str, Any] = {
     "task.gsm8k.max_steps": None,
     "task.format_reward_for": "any",
+    "rollout.vllm.max_num_batched_tokens": None,
     "rollout.vllm.dense_rows": None,
     "rollout.vllm.dense_dtype": "auto",
     "rollout.vllm.share_base": False,

@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl_lab.config.arm import ADDED, REMOVED, is_of_arm, leaves
+from qerl_lab.config.arm import ADDED, REMOVED, as_recorded, is_of_arm, keys_of_arm, leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.report import comparison, results
-from qerl_lab.report.runs import KEPT, Origin
+from qerl_lab.report.runs import KEPT, Origin, normalize
 from run_directories import config, make_run, save_results
 
 COMMITTED_BELOW = Path(__file__).parents[3] / "results"
@@ -124,10 +124,13 @@ def test_results_from_before_a_key_was_added_or_removed_are_of_the_same_arm(swee
 
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: str(file.parent.relative_to(COMMITTED_BELOW)))
 def test_new_runs_can_join_the_arms_of_the_committed_results(file: Path) -> None:
-    """A key that only the older record has would make another arm of every new run."""
-    known = {leaf.name for leaf in leaves(RunConfig())}
+    """A key that only the older or only the newer record has would make another arm of every new run."""
+    today = as_recorded(RunConfig())
     for run in results.read(file.parent)[0]:
-        assert set(run.settings) <= known
+        assert run.settings.keys() <= today.keys(), "enter what is deleted in REMOVED of config/arm.py"
+        new = normalize(today | dict(run.settings))
+        lacking = (keys_of_arm(new) - run.settings.keys()) - {"model.hash"}  # of a run from before it, None
+        assert lacking == set(), "enter them in ADDED of config/arm.py, with the value that older runs used"
 
 
 def test_the_wait_for_a_step_sampled_ahead_does_not_count_as_generation(here: Path) -> None:
