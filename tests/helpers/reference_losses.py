@@ -70,11 +70,14 @@ def kl(sample: Sample, cfg: RunConfig) -> Tensor:
 
 def token_losses(sample: Sample, cfg: RunConfig) -> Tensor:
     algorithm, r, advantage = cfg.algorithm, ratio(sample, cfg), sample.advantage
-    if algorithm.name == "cispo":
-        gain = r.detach().clamp(max=1 + algorithm.epsilon_high) * advantage * sample.new
-    else:
-        clipped = r.clamp(1 - algorithm.epsilon_low, 1 + algorithm.epsilon_high)
-        gain = torch.minimum(r * advantage, clipped * advantage)
+    match algorithm.name:
+        case "cispo":
+            gain = r.detach().clamp(max=1 + algorithm.epsilon_high) * advantage * sample.new
+        case "grpo" | "dapo" | "dr_grpo" | "gspo":
+            clipped = r.clamp(1 - algorithm.epsilon_low, 1 + algorithm.epsilon_high)
+            gain = torch.minimum(r * advantage, clipped * advantage)
+        case name:
+            raise NotImplementedError(f"write the paper's formula of {name} into tests/helpers/reference_losses.py")
     return -importance(sample, cfg) * gain + algorithm.beta * kl(sample, cfg)
 
 
@@ -99,8 +102,11 @@ def policy_loss(update: list[Sample], rollout: list[Sample], cfg: RunConfig) -> 
         case "dr_grpo":
             total = sum((part.sum() for part in parts), torch.zeros(()))
             return total / len(update) / cfg.rollout.max_completion_tokens
-    of_update = tokens_of(rollout, cfg) / cfg.algorithm.updates_per_rollout
-    return sum((part.sum() for part in parts), torch.zeros(())) / of_update
+        case "dapo" | "cispo":
+            of_update = tokens_of(rollout, cfg) / cfg.algorithm.updates_per_rollout
+            return sum((part.sum() for part in parts), torch.zeros(())) / of_update
+        case name:
+            raise NotImplementedError(f"write the average of {name} into tests/helpers/reference_losses.py")
 
 
 def total(samples: list[Sample], cfg: RunConfig) -> Tensor:

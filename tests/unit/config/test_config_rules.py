@@ -1,5 +1,6 @@
 """Rules across keys: the values that they refuse, the messages, and the values that pass."""
 
+import importlib
 import itertools
 import re
 from typing import Any
@@ -12,7 +13,7 @@ from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import FIELDS, FOREIGN_NAMES, TYPES, check_type, parse_condition
 from qerl_lab.config.option import ConfigError, check_bounds
 from qerl_lab.config.rules import EXPERIMENT_WITH, NEEDS, check_engine, from_dict
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import ALGORITHMS, RunConfig
 
 
 def nested(**values: Any) -> dict[str, Any]:
@@ -141,6 +142,15 @@ def test_values_that_exclude_each_other_are_refused(values: dict[str, Any], key:
     )
     assert found is not None
     assert (found[1], found[2].endswith(other)) == (key, True)
+
+
+def test_the_limits_of_a_loss_hold_for_every_algorithm_that_has_it() -> None:
+    """TRL computes no such loss as its formula says. A row of `NEEDS` names each algorithm that has one."""
+    modules = {name: importlib.import_module(f"qerl_lab.algorithms.{name}") for name in ALGORITHMS}
+    for name in (name for name, module in modules.items() if module.RATIO_OF == "sequence"):
+        assert "k3_ratio" in refusal(algorithm__name=name, algorithm__beta=0.1, algorithm__epsilon_low=1.0), name
+    for name in (name for name, module in modules.items() if module.LOSS_TYPE == "cispo"):
+        assert "epsilon_low" in refusal(algorithm__name=name, algorithm__epsilon_low=0.2), name
 
 
 def test_an_engine_that_an_evaluation_takes_must_fit_the_run(tiny) -> None:
