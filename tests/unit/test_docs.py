@@ -15,6 +15,7 @@ import pytest
 
 from qerl_lab.bench import job
 from qerl_lab.cli.compose import make_plan
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import search
 
@@ -29,6 +30,10 @@ SITE = {  # the constants of the site's hook, which needs MkDocs to be imported
 }
 FOLDERS = {"conf", "docs", "notebooks", "results", "src", "sweeps", "tests"}
 PACKAGES = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+PAGE_OF_GROUP = {  # group of conf/ -> the page that says what each of its options is
+    "algorithm": "algorithms", "aqn": "aqn", "experiment": "running", "format": "formats", "rollout": "running",
+    "sweeps": "sweeps", "task": "tasks", "tracking": "running",
+}  # fmt: skip
 PLACEHOLDERS = {"FILE.py": str(Path(__file__)), "RUN_DIR": ".", "DIR": ".", "TIME": "t", "MODEL": "pocket", "N": "1"}
 
 
@@ -140,6 +145,11 @@ def parse(command: str) -> object:
     return found["COMMAND"].read(words)
 
 
+def unnamed(text: str, group: str, options: list[str]) -> list[str]:
+    """Return the options of a group that no code span begins with, bare or as GROUP=OPTION."""
+    return [name for name in options if not re.search(rf"`(?:{group}=)?{name}(?!\w)", text)]
+
+
 def long_lines(text: str) -> list[str]:
     """Return lines above 120 characters, except lines of tables."""
     return [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
@@ -154,7 +164,14 @@ def test_lines_of_pages_are_short_and_their_paths_exist():
 def test_the_tree_names_every_file_of_the_package():
     files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if not path.stem.startswith("__")}
     packages = {f"{package}/" for package in PACKAGES}
-    assert drawn((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")) == files | packages
+    found = drawn((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert found == files | packages, "enter a new file in the tree of docs/architecture.md"
+
+
+@pytest.mark.parametrize(("group", "page"), PAGE_OF_GROUP.items())
+def test_a_page_names_every_option_of_its_group(group: str, page: str):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert unnamed(text, group, choices_of(group)) == [], f"say in docs/{page}.md what they are"
 
 
 def test_every_link_has_a_target_that_the_site_shows():
@@ -179,6 +196,8 @@ def test_the_rules_find_errors(tmp_path: Path):
     ]
     tree = ["src/qerl_lab/  x", "  a/   b.py (as in conf/y.py)", "       c.py", "  d.py  e", "f/"]
     assert drawn("\n".join(f"    {line}" for line in tree)) == {"a/", "a/b.py", "a/c.py", "d.py"}
+    text = "`nf4`, `format=fp8 x`, `mxfp4_x`, bf16"
+    assert unnamed(text, "format", ["nf4", "fp8", "mxfp4", "bf16"]) == ["mxfp4", "bf16"]
     assert long_lines(f"{'a' * 120}\n{'b' * 121}\n|{'c' * 121}") == ["b" * 121]
     (tmp_path / "page.md").write_text("# One `of_them`: two!\n")
     links = "[a](nowhere.md) [b](https://x.org/y.md) [c](page.md#one-of_them-two) [d](page.md#two) [e](#f) [g](#here)"

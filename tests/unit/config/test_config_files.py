@@ -208,7 +208,8 @@ def test_a_record_in_text_names_the_same_arm(content: str | None) -> None:
 
 def test_resolved_configurations_are_as_recorded(composed):
     """A change of a default shows in review; rewrite the record with `python tests/golden/resolved_configs.py`."""
-    assert GOLDEN["differences"](composed) == yaml.safe_load(GOLDEN["RECORD"].read_text(encoding="utf-8"))
+    recorded = yaml.safe_load(GOLDEN["RECORD"].read_text(encoding="utf-8"))
+    assert GOLDEN["differences"](composed) == recorded, "if meant, type python tests/golden/resolved_configs.py"
 
 
 @pytest.mark.parametrize("activations", ["auto", "fp8"])

@@ -63,7 +63,8 @@ def test_docs_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str
     assert main(["table"]) == 0
     docs = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     heading, printed = docs.split("| metric |", 1)
-    assert "| metric |" + printed == capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "| metric |" + printed == table, "paste what python -m qerl_lab.tracking table prints into docs/metrics.md"
     assert heading.startswith("# ")
 
 
