@@ -128,6 +128,11 @@ def read_task_config(name: str, **given: Any) -> TaskConfig:
     return from_dict({"task": {**written, **given}}).task  # type: ignore[dict-item]
 
 
+def names_with(function: str) -> list[str]:
+    """Return the names of the tasks that have a function, such as "worked", without any file `task.module`."""
+    return [name for name in choices_of("task") if function in _functions(TaskConfig(name=name), None)]
+
+
 def check_trains(cfg: TaskConfig) -> None:
     """Raise ConfigError if the task has no function `train`, because it is for evaluation only. Reads no questions."""
     _functions(cfg, "train")
@@ -170,10 +175,9 @@ def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., A
             )
     if needed is None or needed in functions:
         return functions
-    others = [name for name in choices_of("task") if needed in _functions(TaskConfig(name=name), None)]
     raise ConfigError(
         f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. Type one to train "
-        f"on: task={', '.join(others)}; or python -m qerl_lab.evaluate accuracy run=RUN_DIR benchmarks={cfg.name}."
+        f"on: task={', '.join(names_with(needed))}; or python -m qerl_lab.evaluate accuracy run=RUN_DIR benchmarks={cfg.name}."
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import encode_line
-from qerl_lab.report import comparison, palette, plots, run_summary, runs
+from qerl_lab.record.metrics import declared_metrics, encode_line
+from qerl_lab.report import comparison, curves, palette, plots, run_summary, runs
 from qerl_lab.report.__main__ import COMMAND as report_command
 from qerl_lab.report.__main__ import ReportOptions
 from qerl_lab.tools.export import COMMAND as export_command
@@ -236,3 +236,9 @@ def test_an_incomplete_mirror_is_reported_with_the_command_that_completes_it(her
     assert "MLflow at http://host lacks a part of this run" in text
     assert text.endswith("-m qerl_lab.tracking resync run")
     assert "open MLflow" not in text
+
+
+def test_every_line_of_a_figure_is_of_a_metric_that_exists() -> None:
+    """A metric that no run has recorded has no line, so a typing error would go unseen."""
+    drawn = {metric for _, _, lines in plots.PANELS for metric, _ in lines} | {curve.metric for curve in curves.CURVES}
+    assert drawn - declared_metrics(("answer", "format")).keys() == set()

@@ -14,12 +14,18 @@ from qerl_lab import tasks
 from qerl_lab.config.message import say_hub_is_asked
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.task import BigMathConfig, ColumnsConfig, Gsm8kConfig, TaskConfig
+from qerl_lab.tasks.question_sets import SOURCES
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 TRAINED, JUDGED = ("gsm8k", "bigmath", "dapo_math"), ("math500", "aime24", "aime25", "amc23")
 
 
 # --- every set
+
+
+def test_every_set_has_rows_of_the_hub_and_a_role() -> None:
+    """The tests below read these rows."""
+    assert {*hub_rows.SETS} == {*TRAINED, *JUDGED} == {*SOURCES}, "add a row to SETS of tests/helpers/hub_rows.py"
 
 
 @pytest.mark.parametrize("name", hub_rows.SETS)
@@ -41,7 +47,9 @@ def test_a_set_is_read_with_the_columns_of_the_hub(tmp_path: Path, name: str) ->
 def test_a_set_for_evaluation_is_refused_as_a_training_task() -> None:
     message = refusal(TaskConfig(name="amc23"))
     assert "task=amc23 is for evaluation only" in message
-    assert "Type one to train on: task=arithmetic, bigmath, code_io, dapo_math, gsm8k; or python -m " in message
+    offered = re.findall(r"\w+", message.partition("Type one to train on: task=")[2].partition("; or python -m ")[0])
+    assert {"arithmetic", *TRAINED} <= {*offered}
+    assert not {*JUDGED} & {*offered}
     assert message.endswith(" accuracy run=RUN_DIR benchmarks=amc23.")
 
 
