@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from qerl_lab.config.arm import is_of_arm
-from qerl_lab.config.conf_folder import package_data
+from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.fields import DAY, DIRECTION, LIST, MAPPING, NUMBER, TEXT, WHOLE, check_fields, parse_number
 from qerl_lab.config.keys import FIELDS, TYPES, check_type
 from qerl_lab.config.message import in_one_line
@@ -259,5 +259,8 @@ def _parse_settings(values: Any, where: str) -> dict[str, str]:
             check_bounds(key, FIELDS[key].metadata, value)
         except ConfigError as error:
             raise ValueError(f"{where}: {error}") from None
+        group = key.removesuffix(".name")
+        if group in ("format", "task") and str(value) not in (allowed := choices_of(group)):
+            raise ValueError(f"{where}: {key} {value} is none of {', '.join(allowed)}")
         found[key] = str(value)
     return found

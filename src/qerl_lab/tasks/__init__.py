@@ -177,7 +177,8 @@ def _functions(cfg: TaskConfig, needed: str | None) -> dict[str, Callable[..., A
         return functions
     raise ConfigError(
         f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. Type one to train "
-        f"on: task={', '.join(names_with(needed))}; or python -m qerl_lab.evaluate accuracy run=RUN_DIR benchmarks={cfg.name}."
+        f"on: task={', '.join(names_with(needed))}; or python -m qerl_lab.evaluate accuracy run=RUN_DIR "
+        f"benchmarks={cfg.name}."
     )
 
 
