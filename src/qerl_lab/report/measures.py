@@ -69,13 +69,17 @@ def shared_machines(*sides: Sequence[Run]) -> bool:
 def _per_run(number: Callable[[Run], float], is_speed: bool = False) -> MeasureFunction:
     """Turn `number`, a function of one run, into a function of all runs that returns a single column, a row per seed.
 
-    The new function raises Unmeasured if a number is not finite or, with `is_speed`, if a run shared its machine.
+    The new function raises Unmeasured if a number is missing or not finite, and with `is_speed` if a run shared its
+    machine.
     """
 
     def measure_runs(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
         if is_speed and shared_machines(runs, controls):
             raise Unmeasured(f"{SHARED} (start them one after another; in a sweep type jobs=1 jobs_per_gpu=1)")
-        values = pd.DataFrame({"run": {run.seed: float(number(run)) for run in runs}})
+        try:
+            values = pd.DataFrame({"run": {run.seed: float(number(run)) for run in runs}})
+        except KeyError as error:  # of an older run, or not in `runs.KEPT`
+            raise Unmeasured(f"reports have no {error} of a run") from None
         if not np.isfinite(values.to_numpy()).all():
             raise Unmeasured("a run's record has no such number, or one that is not finite")
         return values

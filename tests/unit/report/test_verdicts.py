@@ -361,6 +361,12 @@ def test_a_measure_that_is_not_finite_is_refused(entropy: float) -> None:
         MEASURES["entropy_first"].of([record({}, 0, 0.3), record({}, 1, entropy)], [])
 
 
+def test_a_measure_that_a_run_has_not_recorded_is_refused_by_name() -> None:
+    older = replace(record({}, 1, 0.3), steps=pd.DataFrame({"reward/mean": [0.5]}, index=[1]))
+    with pytest.raises(Unmeasured, match="reports have no 'reward/answer' of a run"):
+        MEASURES["answers_mean"].of([record({}, 0, 0.3), older], [])
+
+
 def test_accuracy_is_not_measured_if_one_run_of_an_arm_was_not_evaluated() -> None:
     runs = [record({}, 0, 0.3), replace(record({}, 1, 0.3), accuracy={})]
     with pytest.raises(Unmeasured, match="runs without held-out evaluation"):
