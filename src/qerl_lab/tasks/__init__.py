@@ -128,9 +128,9 @@ def read_task_config(name: str, **given: Any) -> TaskConfig:
     return from_dict({"task": {**written, **given}}).task  # type: ignore[dict-item]
 
 
-def names_with(function: str) -> list[str]:
+def names_with(function: str) -> tuple[str, ...]:
     """Return the names of the tasks that have a function, such as "worked", without any file `task.module`."""
-    return [name for name in choices_of("task") if function in _functions(TaskConfig(name=name), None)]
+    return tuple(name for name in choices_of("task") if function in _functions(TaskConfig(name=name), None))
 
 
 def check_trains(cfg: TaskConfig) -> None:

@@ -48,9 +48,7 @@ Rows = list[dict[str, list[int]]]
 class WarmupOptions(OutputOptions):
     model: str = option("", "model to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
-    task: str = option(
-        "gsm8k", "task with worked solutions, which are taught", choices=tuple(tasks.names_with("worked"))
-    )
+    task: str = option("gsm8k", "task with worked solutions, which are taught", choices=tasks.names_with("worked"))
     task_path: str | None = option(None, "as task.path of a run: directory or hub id; null: the task's own")
     task_module: str | None = option(None, "as task.module of a run: FILE.py with `worked(cfg)`; null: the task's own")
     instruction: str | None = option(None, "as task.instruction of a run; null: as in conf/task")
