@@ -227,7 +227,7 @@ def _draw_panel(
         if arm not in chosen:
             continue
         if is_line:
-            _draw_line(axis, chosen[arm], by, label, curve, styles[arm], show_seeds)
+            _draw_line(axis, chosen[arm], by, label, curve, styles[arm], show_seeds, number / len(labels))
         else:
             beside = DODGE * (number - (len(labels) - 1) / 2) if by == STEP else None
             _draw_two_points(axis, arms[arm], chosen[arm], beside, label, curve, styles[arm], show_seeds)
@@ -279,11 +279,12 @@ def _draw_two_points(
 
 def _draw_line(
     axis: Axes, seeds: Sequence[pd.Series], by: str, label: str, curve: Curve, style: Mapping[str, Any],
-    show_seeds: bool,
+    show_seeds: bool, phase: float,
 ) -> None:  # fmt: skip
     """Draw one arm in a panel: the mean as a thick line, and its 95% interval as a band.
 
-    `show_seeds` adds a thin line per seed. Seeds have values at different times if `by` is `CLOCK`. Then each seed is
+    `show_seeds` adds a thin line per seed. `phase`, from 0 to 1, shifts the markers by this part of their distance.
+    They are above all lines, so that an arm with the values of another stays visible. Seeds have values at different times if `by` is `CLOCK`. Then each seed is
     interpolated linearly, and the mean covers only the time in which all seeds ran.
     """
     for values in seeds if show_seeds and len(seeds) > 1 else []:
@@ -302,7 +303,9 @@ def _draw_line(
         axis.fill_between(x, low, high, color=style["color"], alpha=0.13, lw=0)
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # sets the mean off from the seeds, in grey too
     marks = max(1, len(x) // MARKS)
-    axis.plot(x, mean, label=label, markevery=marks, zorder=3, path_effects=halo, **style)
+    first = int(phase * marks)
+    axis.plot(x[first::marks], mean[first::marks], zorder=4, **{**style, "linestyle": ""})
+    axis.plot(x, mean, label=label, markevery=(first, marks), zorder=3, path_effects=halo, **style)
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:

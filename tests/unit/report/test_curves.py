@@ -46,7 +46,7 @@ def means(axis: Axes) -> list:
 
 def test_each_seed_is_drawn_unsmoothed_and_the_mean_has_the_interval_over_seeds() -> None:
     (axis,) = draw(points(["bf16"]), REWARD, curves.STEP, None).axes
-    *seeds, mean = axis.lines
+    *seeds, _, mean = axis.lines  # _: the markers of the mean
     assert [list(line.get_ydata()) for line in seeds] == [[step + seed for step in range(1, 31)] for seed in range(3)]
     assert all(line.get_linewidth() < mean.get_linewidth() / 2 for line in seeds)
     assert list(mean.get_ydata()) == [step + 1 for step in range(1, 31)]
@@ -75,8 +75,17 @@ def test_the_axis_of_a_speed_begins_at_zero() -> None:
 
 def test_one_seed_has_a_line_and_no_interval() -> None:
     (axis,) = draw(points(["bf16"], seeds=1), REWARD, curves.CLOCK, None).axes
-    assert (len(axis.lines), len(axis.collections)) == (1, 0)
-    assert len(axis.lines[0].get_xdata()) == 30
+    assert (len(means(axis)), len(axis.collections)) == (1, 0)
+    assert len(means(axis)[0].get_xdata()) == 30
+
+
+def test_arms_with_equal_values_have_markers_at_different_steps_above_every_line() -> None:
+    arms = ["bf16", "nvfp4", "mxfp4", "nf4"]  # as with the sigma of a schedule, which all formats share
+    (axis,) = draw(points(arms, seeds=1, steps=50), REWARD, curves.STEP, "bf16").axes
+    marked = [line for line in axis.lines if line.get_linestyle() == "None"]
+    assert [len(line.get_xdata()) for line in marked] == [10] * len(arms)
+    assert len({step for line in marked for step in line.get_xdata()}) == 10 * len(arms)
+    assert min(line.get_zorder() for line in marked) > max(line.get_zorder() for line in means(axis))
 
 
 def test_the_mean_by_time_covers_the_times_that_every_seed_has() -> None:
