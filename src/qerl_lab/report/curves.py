@@ -283,9 +283,9 @@ def _draw_line(
 ) -> None:  # fmt: skip
     """Draw one arm in a panel: the mean as a thick line, and its 95% interval as a band.
 
-    `show_seeds` adds a thin line per seed. `phase`, from 0 to 1, shifts the markers by this part of their distance.
-    They are above all lines, so that an arm with the values of another stays visible. Seeds have values at different times if `by` is `CLOCK`. Then each seed is
-    interpolated linearly, and the mean covers only the time in which all seeds ran.
+    `show_seeds` adds a thin line per seed. Seeds have values at different times if `by` is `CLOCK`. Then each seed is
+    interpolated linearly, and the mean covers only the time in which all seeds ran. `phase`, from 0 to 1, shifts the
+    markers by this part of their distance. They are above all lines: an arm with the values of another stays visible.
     """
     for values in seeds if show_seeds and len(seeds) > 1 else []:
         axis.plot(values.index, values, color=style["color"], ls="-", marker="", lw=0.5, alpha=0.4)
@@ -314,7 +314,8 @@ def style_panel(axis: Axes, label: str, unit: str) -> None:
     If `unit` is step or stage, the ticks of the x axis are at whole numbers.
     """
     axis.set(xlabel=unit, ylabel=label)
-    axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
+    is_whole = unit in ("step", "stage")  # there is no step 1.5
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=is_whole, min_n_ticks=1 if is_whole else 2))
     axis.xaxis.set_major_formatter(format_tick)
     axis.yaxis.set_major_formatter(format_tick)
 

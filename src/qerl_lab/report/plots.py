@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -16,6 +17,7 @@ from qerl_lab.report.palette import add_title, format_tick, png, styled
 MARKS = "osD^v<>"
 OVERLONG = "reward/overlong"
 MOST_IN_ROW = 3  # names of lines side by side in the legend of a panel
+ROW_CHARS, HANDLE_CHARS = 55, 10  # characters that fit beside each other in a panel; the line before a name takes 10
 PANELS = (  # title, y label, (metric, label) for each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
     ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "sampler"))),
@@ -47,17 +49,31 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
         axis = figure.add_subplot(grid[number // 2, :] if is_alone else grid[number // 2, number % 2])
         for index, (metric, label) in enumerate(lines):
             shade = f"C{(index - 1) % 6 + 1}" if index else palette.color(weight_format)
+            look = {"color": shade, "ls": ("-", "--", ":", "-.")[index % 4]}
+            look["marker"] = "o" if training[metric].count() == 1 else ""  # a line needs two points
             label = label.replace("$", r"\$")  # the user names parts of the reward: `$` would begin a formula
-            axis.plot(training.index, training[metric], label=label, color=shade, ls=("-", "--", ":", "-.")[index % 4])
-        headroom = 1.2 + 0.12 * ((len(lines) - 1) // MOST_IN_ROW)  # for the legend
+            axis.plot(training.index, training[metric], label=label, **look)
+        columns = _columns_of_legend([label for _, label in lines])
+        headroom = 1.03 + 0.17 * math.ceil(len(lines) / columns)  # for the legend
         lowest = min(0, *(training[metric].min() for metric, _ in lines))  # a part may be a punishment
         height = max(0, axis.get_ylim()[1]) - lowest
         axis.set(title=name, xlabel="step", ylabel=unit, ylim=(1.05 * lowest, lowest + headroom * height))
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # there is no step 1.5
         axis.yaxis.set_major_formatter(format_tick)
-        axis.legend(loc="upper left", ncols=min(len(lines), MOST_IN_ROW))
+        axis.legend(loc="upper left", ncols=columns)
     add_title(figure, title)
     path.write_bytes(png(figure))
+
+
+def _columns_of_legend(names: Sequence[str]) -> int:
+    """Choose how many columns of `names` a panel's legend has, so that it is not wider than the panel.
+
+    matplotlib fills columns from top to bottom. A legend that is too wide would make its panel narrow.
+    """
+    for columns in range(min(len(names), MOST_IN_ROW), 1, -1):
+        if sum(HANDLE_CHARS + max(map(len, column)) for column in np.array_split(names, columns)) <= ROW_CHARS:
+            return columns
+    return 1
 
 
 def further_parts(metrics: Iterable[str]) -> list[str]:

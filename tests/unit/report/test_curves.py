@@ -79,6 +79,11 @@ def test_one_seed_has_a_line_and_no_interval() -> None:
     assert len(means(axis)[0].get_xdata()) == 30
 
 
+def test_a_figure_of_one_step_has_a_tick_at_that_step() -> None:
+    (axis,) = draw(points(["bf16"], seeds=1, steps=1), REWARD, curves.STEP, None).axes
+    assert [tick for tick in axis.get_xticks() if 0.9 < tick < 1.1] == [1]
+
+
 def test_arms_with_equal_values_have_markers_at_different_steps_above_every_line() -> None:
     arms = ["bf16", "nvfp4", "mxfp4", "nf4"]  # as with the sigma of a schedule, which all formats share
     (axis,) = draw(points(arms, seeds=1, steps=50), REWARD, curves.STEP, "bf16").axes

@@ -183,6 +183,34 @@ def test_the_parts_of_the_reward_add_up_to_its_total(tmp_path: Path, monkeypatch
     assert low < -0.5 < 0 < high
 
 
+def test_a_run_of_one_step_has_points_and_a_tick_at_that_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(palette.plt, "close", figures.append)
+    plots.save_curves(pd.DataFrame([{}, STEPS[1]]), "title", tmp_path / "curves.png", "nvfp4")
+    for axis in figures[0].axes:
+        assert {line.get_marker() for line in axis.lines} == {"o"}
+        assert [tick for tick in axis.get_xticks() if 0.9 < tick < 1.1] == [1]
+
+
+def test_the_legend_of_parts_with_long_names_is_not_wider_than_its_panel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(palette.plt, "close", figures.append)
+    names = ["answer", "format", "brief", "does_not_repeat_any_word_of_the_question"]
+    for parts in (names[:2], names[:3], names):
+        row = {f"reward/{part}": 0.1 for part in parts} | {"reward/mean": 0.1 * len(parts), "policy/entropy_nats": 0.2}
+        plots.save_curves(pd.DataFrame([row] * 3), "title", tmp_path / "curves.png", "nvfp4")
+    for figure in figures:
+        left, right = figure.axes
+        legend = left.get_legend()
+        assert legend is not None
+        assert legend.get_window_extent().x1 <= left.get_window_extent().x1
+        assert left.get_window_extent().width == pytest.approx(right.get_window_extent().width, rel=0.05)
+        highest = left.transData.transform((0, max(line.get_ydata()[0] for line in left.lines)))[1]
+        assert highest < legend.get_window_extent().y0
+
+
 def test_a_users_name_with_dollar_signs_is_not_read_as_a_formula(tmp_path: Path) -> None:
     """matplotlib would refuse the name after the training, before the run counts as done."""
     row = {"reward/mean": 0.5, r"reward/$\price$": 0.5}
