@@ -121,10 +121,14 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
     """Draw panels side by side, each with a horizontal bar per arm, stacked from parts and labeled with the total.
 
     `panels` maps x label -> table with a row per arm and a column per part, `looks` a part to arguments of `barh`.
+    Panels of the same parts have one scale.
     """
     arms = [textwrap.fill(arm, 40, break_long_words=False) for arm in next(iter(panels.values())).index]
     size = max(7.5, 3.2 * len(panels)), 1.4 + 0.22 * sum(arm.count("\n") + 2 for arm in arms)
     figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
+    longest = dict[tuple[str, ...], float]()
+    for parts in panels.values():
+        longest[(*parts,)] = max(longest.get((*parts,), 0), parts.sum(axis=1).max())
     for axis, (label, parts) in zip(axes.flat, panels.items(), strict=True):
         total = parts.sum(axis=1)
         ends = parts.cumsum(axis=1)
@@ -136,7 +140,7 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
             if end:
                 text = f"{end:,.0f}" if end >= 100 else f"{end:.1f}"
             axis.annotate(text, (end, row), (3, 0), textcoords="offset points", fontsize=8, va="center")
-        axis.set(xlabel=label, xlim=(0, 1.18 * total.max()))
+        axis.set(xlabel=label, xlim=(0, 1.18 * longest[(*parts,)]))
         axis.grid(visible=False, axis="y")
         axis.locator_params(axis="x", nbins=5)  # more labels run into those of the next panel
         axis.xaxis.set_major_formatter(format_tick)

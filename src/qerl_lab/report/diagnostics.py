@@ -25,6 +25,7 @@ from qerl_lab.report.verdicts import Row
 
 PANELS_ACROSS = 3
 NAME_CHARS, MEANING_CHARS, TITLE_CHARS = 24, 32, 28  # most characters in a line of: contrast, x label, panel's title
+BELOW = 0.2  # of a row: the paper's effect is so much lower than the measured one, which it would hide
 SMALLEST: dict[str, Any] = {"color": "grey", "linestyle": ":", "linewidth": 0.9}
 PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
 
@@ -192,7 +193,7 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
                 arrow = {"arrowstyle": "->", "color": shade, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
                 axis.annotate("", (edge, -place), (mean, -place), ("axes fraction", "data"), "data", arrow)
         printed = [value for _, value in row.contrast.printed]
-        axis.plot(printed, [-place] * len(printed), **PRINTED)
+        axis.plot(printed, [-place - BELOW] * len(printed), **PRINTED)
         name = verdict_tables.name_of(row)
         names.append(textwrap.fill(name, NAME_CHARS, break_long_words=False, break_on_hyphens=False))
     axis.set_yticks([-place for place in range(len(rows))], names)

@@ -208,6 +208,8 @@ def test_each_panel_of_training_steps_has_the_numbers_of_its_label() -> None:
         "tokens/s,\nmicro-batches of 100": ["200", "100"], "tokens/s,\nmicro-batches of 1,000": ["2,000", "1,000"],
         "peak GB,\nmicro-batches of 100": ["24.0", "15.0"], "peak GB,\nmicro-batches of 1,000": ["24.0", "15.0"],
     }  # fmt: skip
+    scales = {(axis.get_xlabel().split(",")[0], axis.get_xlim()) for axis in axes}
+    assert len(scales) == 2, "panels of one quantity have one scale"
 
 
 def test_every_committed_result_has_an_origin_and_those_with_a_table_have_a_figure() -> None:

@@ -124,6 +124,8 @@ def test_effects_have_a_panel_per_claim_and_the_papers_values_beside_them(found:
         assert dots == [row.numbers.effect[0] for row in own]
         diamonds = [value for line in axis.lines if line.get_marker() == "D" for value in line.get_xdata()]
         assert diamonds == [value for row in own for _, value in row.contrast.printed]
+        heights = [{y for line in axis.lines if line.get_marker() == mark for y in line.get_ydata()} for mark in "oD"]
+        assert not set.intersection(*heights), "an equal effect of the paper would hide the measured one"
     assert any(row.contrast.printed for row in measured)
     assert diagnostics.draw_effects([row for row in rows if not row.numbers]) is None
 
