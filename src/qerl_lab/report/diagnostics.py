@@ -156,11 +156,8 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
 
 
 def _title_of(claim: Claim) -> str:
-    """Return a panel's title: the claim in words, because a reader of the figure does not know the claim's name.
-
-    Escapes `$`, which matplotlib would read as the beginning of a formula.
-    """
-    return textwrap.fill(f"Claim: {claim.says}", TITLE_CHARS).replace("$", r"\$")
+    """Return a panel's title: the claim in words, because a reader of the figure does not know the claim's name."""
+    return textwrap.fill(f"Claim: {claim.says}", TITLE_CHARS)
 
 
 def _label_of(claim: Claim) -> str:

@@ -114,12 +114,9 @@ def format_tick(value: float, _: object = None) -> str:
 
 
 def add_title(figure: Figure, title: str) -> None:
-    """Add a title to a whole figure, aligned left like the titles of panels, in lines as wide as the figure.
-
-    A title may hold the name of a user's file, so no part of it is read as a formula.
-    """
+    """Add a title to a whole figure, aligned left like the titles of panels, in lines as wide as the figure."""
     lines = [textwrap.fill(line, int(11 * figure.get_figwidth())) for line in title.splitlines()]
-    figure.suptitle("\n".join(lines).replace("$", r"\$"), x=0.01, ha="left")
+    figure.suptitle("\n".join(lines), x=0.01, ha="left")
 
 
 def add_legend_below(figure: Figure) -> None:

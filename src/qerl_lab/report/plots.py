@@ -51,7 +51,6 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
             shade = f"C{(index - 1) % 6 + 1}" if index else palette.color(weight_format)
             look = {"color": shade, "ls": ("-", "--", ":", "-.")[index % 4]}
             look["marker"] = "o" if training[metric].count() == 1 else ""  # a line needs two points
-            label = label.replace("$", r"\$")  # the user names parts of the reward: `$` would begin a formula
             axis.plot(training.index, training[metric], label=label, **look)
         columns = _columns_of_legend([label for _, label in lines])
         headroom = 1.03 + 0.17 * math.ceil(len(lines) / columns)  # for the legend
@@ -151,6 +150,8 @@ def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure
     left.set_xticks([], minor=True)
     right.axhline(0, color="0.7", lw=0.8)
     right.set(xlabel="KL to the dense policy, nats per token", ylabel="change of entropy, nats per token", xscale="log")
+    for axis in (left.yaxis, right.xaxis):
+        axis.set_major_formatter(format_tick)  # matplotlib's would write powers as formulas, which the style turns off
     for axis in (left, right):
         axis.legend(fontsize="small", loc="upper left")
     return figure

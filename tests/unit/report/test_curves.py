@@ -79,6 +79,17 @@ def test_one_seed_has_a_line_and_no_interval() -> None:
     assert len(means(axis)[0].get_xdata()) == 30
 
 
+def test_a_path_with_dollar_signs_in_the_name_of_an_arm_is_not_read_as_a_formula() -> None:
+    """matplotlib would refuse the second name, and draw the first without `$` and with a subscript."""
+    names = [r"bf16_(model.path=$my_model$)", r"nvfp4_(model.path=$\price$)"]
+    figure = draw(points(names, seeds=1, steps=3), REWARD, curves.STEP, None)
+    figure.canvas.draw()
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [f"{name} (n=1)" for name in names]
+    assert not any(text.get_parse_math() for text in legend.get_texts())
+
+
 def test_a_figure_of_one_step_has_a_tick_at_that_step() -> None:
     (axis,) = draw(points(["bf16"], seeds=1, steps=1), REWARD, curves.STEP, None).axes
     assert [tick for tick in axis.get_xticks() if 0.9 < tick < 1.1] == [1]
