@@ -267,9 +267,10 @@ def notes(comparison: Comparison) -> list[str]:
         sentences.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
     parts = {task_of(run) for run in runs if task_of(run) != run.value("task.name")}
     sentences += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
-    if (most := max((run.at_once for run in runs), default=1)) > 1:
-        others = "another" if most == 2 else f"up to {most - 1} others"
-        sentences.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and left out.")
+    if shared := [run.at_once for run in runs if run.at_once > 1]:
+        some = "Runs" if len(shared) == len(runs) else f"{len(shared)} of {len(runs)} runs"
+        others = "another" if max(shared) == 2 else f"up to {max(shared) - 1} others"
+        sentences.append(f"{some} ran beside {others}: seconds and tokens/s are of shared machines, and left out.")
     # without a hash, two local models that lay at one path look equal
     if count := sum(run.value("model.hash") == ABSENT and run.value("model.path").startswith("/") for run in runs):
         sentences.append(

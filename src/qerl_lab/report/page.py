@@ -52,9 +52,9 @@ class Drawn(NamedTuple):
     caption: str = ""
 
     @property
-    def is_wide(self) -> bool:
-        """Tell whether the figure is wider than one panel, and so needs the whole width of the page."""
-        return int.from_bytes(self.png[16:20]) > palette.PANEL_PIXELS  # the width in a PNG's header
+    def columns(self) -> int:
+        """Return the number of panels beside each other. A figure of several needs the whole width of the page."""
+        return int.from_bytes(self.png[16:20]) // palette.PANEL_PIXELS  # the width in a PNG's header
 
 
 def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:

@@ -108,6 +108,13 @@ def test_runs_of_separate_commands_at_once_on_one_gpu_are_reported(
         assert (SHARED.format("another") in printed(folder)) == shown
 
 
+def test_a_report_says_how_many_of_its_runs_shared_a_machine(here: Path, printed: Callable[..., str]) -> None:
+    """The tables still have the speeds of the others."""
+    for seed, gpu in enumerate(("GPU-1", "GPU-1", "GPU-2")):
+        begun(make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed), seed, gpu)
+    assert f"2 of 3 runs {SHARED.format('another')}" in printed("sweep")
+
+
 def test_a_copy_of_a_run_does_not_count_as_a_run_at_once(here: Path) -> None:
     begun(run := make_run(here / "sweep" / "bf16-0", "bf16", 0))
     shutil.copytree(run, here / "home" / "bf16-0")
