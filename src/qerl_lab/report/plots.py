@@ -1,6 +1,7 @@
 """Figures of one run, of entropy by weight format, and of formats beside noise (evaluate/format_effects.py)."""
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -91,13 +92,14 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], path: Path) -> Non
 
     `arms` maps an arm to (mean, low, high) of the difference in nats per token.
     """
-    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.34 * len(arms)))
+    names = [textwrap.fill(name, 40, break_on_hyphens=False) for name in arms]  # they hold paths of checkpoints
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.14 * len(arms) + 0.2 * len("\n".join(names).splitlines())))
     for row, (name, (mean, low, high)) in enumerate(arms.items()):
         shade = palette.color(name.partition(" ")[0])
         axis.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=shade)
     axis.axvline(0, color="gray", lw=0.8)
     axis.margins(x=0.05)
-    axis.set_yticks(range(len(arms)), list(arms))
+    axis.set_yticks(range(len(arms)), names)
     axis.set_ylim(len(arms) - 0.5, -0.5)
     axis.set(title="Entropy minus the dense model's", xlabel="nats per token, 95% interval over prompts")
     path.write_bytes(png(figure))

@@ -1,5 +1,6 @@
 """The record of a run becomes numbers, figures and closing words."""
 
+import itertools
 import math
 import shlex
 from pathlib import Path
@@ -209,6 +210,19 @@ def test_the_legend_of_parts_with_long_names_is_not_wider_than_its_panel(
         assert left.get_window_extent().width == pytest.approx(right.get_window_extent().width, rel=0.05)
         highest = left.transData.transform((0, max(line.get_ydata()[0] for line in left.lines)))[1]
         assert highest < legend.get_window_extent().y0
+
+
+def test_paths_of_checkpoints_leave_room_for_the_entropies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(palette.plt, "close", figures.append)
+    folder = "/data/checkpoints/pocket-nvfp4-four_over_six-calibrated-on-512-texts-of-gsm8k-of-2048-tokens"
+    arms = dict.fromkeys(("nvfp4 rtn", f"nvfp4 gptq in {folder}", f"nvfp4 awq in {folder}"), (0.1, 0.05, 0.15))
+    plots.save_entropy(arms, tmp_path / "entropy.png")
+    (axis,) = figures[0].axes
+    assert axis.get_window_extent().width > figures[0].bbox.width / 2
+    assert axis.xaxis.label.get_window_extent().x1 <= figures[0].bbox.x1
+    heights = [text.get_window_extent() for text in axis.get_yticklabels()]
+    assert all(upper.y0 > lower.y1 for upper, lower in itertools.pairwise(heights))
 
 
 def test_a_users_name_with_dollar_signs_is_not_read_as_a_formula(tmp_path: Path) -> None:
