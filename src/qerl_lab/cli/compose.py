@@ -109,11 +109,15 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     only_for_sweeps += [
         word for word in _typed_words(cfg.hydra.overrides.hydra) if word.lstrip("+").startswith("hydra.sweep.")
     ]
-    only_for_sweeps += ["hydra.sweeper.params without mode: MULTIRUN"] if cfg.hydra.sweeper.params else []
     if only_for_sweeps:
         raise ConfigError(
             f"{only_for_sweeps[0]} is for sweeps, and this command runs one job. "
             "Leave it out, or add -m for a sweep of one."
+        )
+    if cfg.hydra.sweeper.params:
+        raise ConfigError(
+            "a file has a grid (hydra.sweeper.params), and this command runs one job. "
+            "Add -m, or write mode: MULTIRUN beside sweeper in the file."
         )
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(typed))])
     usual = f"runs/{job.config.experiment}/seed{job.config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"

@@ -335,7 +335,7 @@ def test_a_store_in_the_environment_that_mlflow_may_take_is_not_refused(uri, mon
         ("experiment: mine\ndiffers_in: [lora.rnk]\n", ["differs_in of experiment=mine: lora.rnk", "lora.rank?"]),
         (
             "experiment: mine\nhydra:\n  sweeper:\n    params:\n      seed: 0,1\n",
-            ["hydra.sweeper.params without mode: MULTIRUN is for sweeps", "or add -m"],
+            ["a file has a grid (hydra.sweeper.params)", "Add -m, or write mode: MULTIRUN"],
         ),
     ],
 )
