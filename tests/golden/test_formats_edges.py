@@ -102,7 +102,7 @@ def test_fp8_takes_rows_of_any_length() -> None:
 
 def test_an_unknown_format_is_refused_with_the_names_of_all() -> None:
     for unknown in ("nvfp5", "linear", "../nvfp4"):
-        with pytest.raises(ValueError, match=f"unknown weight format .*; allowed: {', '.join(formats.FORMATS)}"):
+        with pytest.raises(ValueError, match=r"unknown weight format .*; allowed: bf16, fp8, mxfp4, nf4, nvfp4"):
             formats.build(FormatConfig(name=unknown))
 
 

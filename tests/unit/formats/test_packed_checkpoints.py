@@ -95,7 +95,7 @@ def test_scales_of_nf4_are_quantized_only_if_the_config_says_so(written: dict[st
     ("weight_format", "change", "says"),
     [
         (NVFP4, {"quant_method": "gptq"},
-         "quant_method='gptq' cannot be loaded; allowed: compressed-tensors, "),
+         "quant_method='gptq' cannot be loaded; allowed: compressed-tensors, bitsandbytes"),
         (NVFP4, {"format": "pack-quantized", "group.format": None}, "format='pack-quantized'"),
         (NVFP4, {"group.format": "mixed"}, "format='mixed'"),
         (NVFP4, {"quantization_status": "frozen"},
