@@ -11,7 +11,6 @@ import torch
 from bench_jobs import job
 from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import arm_processes, bench_options, one_arm, train_step
-from qerl_lab.bench.bench_options import ARMS
 from qerl_lab.report import bench
 
 OPTIONS = bench_options.TrainStepOptions(sequences=4, length=10, steps=2, rank=4)
@@ -82,7 +81,7 @@ def test_ratios_of_steps_compare_equal_micro_batches() -> None:
         ([], "bench train_step"),
         (["rolout"], "rolout is not a command. Did you mean rollout? Allowed: train_step, rollout, step."),
         (["train_step", "model=qwen2.5-7c"], "model=qwen2.5-7c is not allowed; allowed: qwen2.5-0.5b"),
-        (["train_step", "arms=[bf61]"], f"allowed: {', '.join(ARMS)}. Did you mean bf16?"),
+        (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, fp8, mxfp4, nf4, nvfp4, qlora. Did you mean bf16?"),
         (["train_step", "length=1"], "length=1"),
         (["step", "arms=['nvfp4 optim.micro_batch_size=null']"], "in a run only. Type optim.micro_batch_size=8."),
         (["train_step", "BENCHMARK=x"], "BENCHMARK is not a known key. Allowed: length, sequences, arms"),

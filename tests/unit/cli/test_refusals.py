@@ -42,7 +42,7 @@ def refused(line: str, capsys) -> str:
     ("line", "parts"),
     [
         # groups and options
-        ("format=nvfp5", ["format=nvfp5", "allowed: bf16, fp8, ", "Did you mean nvfp4?"]),
+        ("format=nvfp5", ["format=nvfp5", "allowed: bf16, fp8, mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
         ("lora=16", ["lora=16 is not an option", "allowed: full, rank128, rank16", "example lora=rank32."]),
         ("task.name=foo", ["task.name=foo is not allowed", "Type for example task=arithmetic."]),
         ("-m lora=rank16,[rank32]", ["lora=[rank32] is not an option"]),

@@ -44,7 +44,7 @@ from qerl_lab.model.on_disk import ASSETS
             "common=true with rollout=vllm_server",
         ),
         ("compare a", "given: a; allowed: two directories, A and B."),
-        ("entropy formats=fp5", "fp5 in formats=[fp5] is not allowed; allowed: all, bf16, fp8, "),
+        ("entropy formats=fp5", "fp5 in formats=[fp5] is not allowed; allowed: all, bf16, fp8, mxfp4, nf4, nvfp4."),
         ("entropy prompts=gsm8", "prompts=gsm8 is no task; allowed: "),
         ("entropy questions=1", "questions=1 is not allowed; allowed: at least 2."),
         ("entropy formats=bf16", "formats=[bf16] leaves nothing to compare with the dense model"),
