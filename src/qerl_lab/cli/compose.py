@@ -174,10 +174,16 @@ def _refuse_equal_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _refuse_shadowed_files(cfg: DictConfig) -> None:
-    """Raise ConfigError if a folder of the user's in `cfg.hydra` has a file named like ours: Hydra reads only one."""
+    """Refuse a user's file with the name of one of ours, such as experiment/bf16.yaml: Hydra reads only one of the two.
+
+    `cfg` is what Hydra composed; it lists the folders that Hydra searches. Raises ConfigError.
+    """
+    ours = package_data("conf").resolve()
     for folder in (Path(source.path) for source in cfg.hydra.runtime.config_sources if source.schema == "file"):
+        if folder.resolve() == ours:
+            continue
         files = [file for file in sorted(folder.glob("*/*.yaml")) if file.stem in choices_of(file.parent.name)]
-        if files and folder.resolve() != package_data("conf").resolve():
+        if files:
             given = f"{folder} has {some_of([f'{file.parent.name}/{file.name}' for file in files])}, as the lab does"
             raise ConfigError(f"{given}, and only one of the two would be read. Give yours another name.")
 
@@ -190,24 +196,32 @@ def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: Con
     typed = intent.overrides_by_key(overrides)
     config = job_config(cfg, typed)
     intent.check_overrides(config, typed)
+    _refuse_misnamed_files(config, cfg.hydra.runtime.choices)
     _refuse_mislabelled_experiment(config, typed, cfg, loader)
     notes = intent.notes_before_start(config, cfg.optim.micro_batch_size, typed)
     return Job(number, without_hydra_overrides(overrides), config, Path(), notes)
 
 
-def _refuse_mislabelled_experiment(
-    config: RunConfig, typed: Mapping[str, str], cfg: DictConfig, loader: ConfigLoader
-) -> None:
-    """Raise ConfigError if a run would have a wrong name, by the file of its arm or scale, or by a typed override.
+def _refuse_misnamed_files(config: RunConfig, choices: Mapping[str, str | None]) -> None:
+    """Refuse the file of an arm or a scale that gives its runs another name, or names an unknown key in differs_in.
 
-    `config` is the job's configuration, `cfg` the same as Hydra composed it. `typed` maps typed keys to their values.
+    `choices` maps the groups of `config` to their options. Raises ConfigError.
     """
     for group in ("experiment", "scale"):
-        option, name = cfg.hydra.runtime.choices.get(group), getattr(config, group)
+        option, name = choices.get(group), getattr(config, group)
         if option is not None and name != (own := Path(option).name):  # an option may be in a folder of its group
             raise ConfigError(f"runs of {group}={option} would be called {name}. Write {group}: {own} in its file.")
     if unknown := [key for key in config.differs_in if key not in TYPES]:
         raise ConfigError(f"differs_in of experiment={config.experiment}: {unknown_key_error(unknown[0])}")
+
+
+def _refuse_mislabelled_experiment(
+    config: RunConfig, typed: Mapping[str, str], cfg: DictConfig, loader: ConfigLoader
+) -> None:
+    """Raise ConfigError if a typed override changes what experiment=NAME means, because the run would keep that name.
+
+    `config` is the job's configuration, `cfg` the same as Hydra composed it. `typed` maps typed keys to their values.
+    """
     own_keys = {key for key in config.differs_in if TYPES[key] not in NUMBERS}
     arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(own_keys | _experiment_keys())
     # A typed group, such as format, changes the declared keys in it.

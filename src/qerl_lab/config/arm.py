@@ -23,6 +23,8 @@ NOT_OF_ARM = (
     *PREREGISTRATION,
     "experiment", "differs_in", "scale", "model.name",  # labels, which set nothing
 )  # fmt: skip
+# Of arms with rollout.vllm_server.overlap after all: the step after a checkpoint is not sampled ahead.
+OF_OVERLAP = ("checkpoint.every",)
 
 # Keys added after runs were recorded, with the value that older runs used. A record without the key has that value,
 # so a new key neither invalidates older runs nor splits them into other arms.
@@ -93,7 +95,7 @@ def as_recorded(cfg: Any) -> dict[str, str]:
 
 
 def is_of_arm(name: str) -> bool:
-    """Tell whether a dotted key defines an arm in every run. `keys_of_arm` adds checkpoint.every for some runs.
+    """Tell whether a dotted key defines an arm in every run. `keys_of_arm` adds `OF_OVERLAP` for some runs.
 
     True for model.path and also for model.hash; `model_by_content` drops one of the two.
     """
@@ -103,10 +105,10 @@ def is_of_arm(name: str) -> bool:
 def keys_of_arm(values: Mapping[str, Any]) -> set[str]:
     """Return the dotted keys that define a run's arm. `values` maps the keys of the run to values, or to their text.
 
-    With rollout.vllm_server.overlap they include checkpoint.every: the step after a checkpoint is not sampled ahead.
+    With rollout.vllm_server.overlap they include `OF_OVERLAP`.
     """
     engine, overlap = values.get("rollout.engine"), values.get("rollout.vllm_server.overlap")
-    also = {"checkpoint.every"} if engine == "vllm_server" and str(overlap) == "True" else set[str]()
+    also = OF_OVERLAP if engine == "vllm_server" and str(overlap) == "True" else ()
     return {name for name in values if is_of_arm(name) or name in also}
 
 

@@ -135,7 +135,10 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
 
 
 def loading_error(setting: str, error: Exception, remedy: str = "") -> ConfigError:
-    """Return a ConfigError: the model `setting` (`key=value`) could not be loaded because of `error`."""
+    """Build the ConfigError for a model that could not be loaded because of `error`.
+
+    `setting` is what was typed for the model (`key=value`), `remedy` a last sentence with what to type.
+    """
     return ConfigError(f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}).{remedy}")
 
 

@@ -17,6 +17,11 @@ CALIBRATION = ("dataset", "samples", "tokens", "seed")  # options for awq and gp
 SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 
 
+def packed_formats() -> list[str]:
+    """List the weight formats that a checkpoint can be quantized to: all but the dense one."""
+    return [name for name in choices_of("format") if name != DENSE_FORMAT]
+
+
 def same_as(schema: type, name: str) -> Any:
     """Return a dataclass field with the default, help text and bounds of the field `name` of `schema`."""
     known = next(f for f in fields(schema) if f.name == name)
@@ -31,10 +36,7 @@ class QuantizeOptions(OutputOptions):
         "", "dense model to quantize: Hugging Face id, local directory, FILE.gguf, or `pocket`; required"
     )
     revision: str | None = same_as(ModelConfig, "revision")
-    format: str = option(
-        FormatConfig().name,
-        f"weight format of the checkpoint: {', '.join(name for name in choices_of('format') if name != DENSE_FORMAT)}",
-    )
+    format: str = option(FormatConfig().name, f"weight format of the checkpoint: {', '.join(packed_formats())}")
     method: str = option(
         "rtn",
         "rtn rounds each weight to the nearest; awq and gptq calibrate on data (nvfp4 and mxfp4; make quantize-env)",
@@ -67,7 +69,7 @@ def check(options: QuantizeOptions) -> None:
     """Raise ConfigError at the first invalid combination of options. Checks local paths, loads nothing."""
     if folder := on_disk.local_path(options.model, "model"):
         on_disk.check_files(folder, f"model={options.model}")
-    allowed = [name for name in choices_of("format") if name != DENSE_FORMAT]
+    allowed = packed_formats()
     if options.format not in allowed:
         hint = did_you_mean(options.format, allowed) or " Type for example format=nvfp4."
         raise ConfigError(f"format={options.format} is not allowed; allowed: {', '.join(allowed)}.{hint}")

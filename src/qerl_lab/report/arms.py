@@ -57,7 +57,10 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
 
 
 def _fill_gaps(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
-    """Fill in the empty texts of a column from rows with equal `keys`, if these agree; return the column."""
+    """Copy texts into the empty cells of `column`, and return it: from rows with equal values in the columns `keys`.
+
+    A cell stays empty if those rows have different texts, or none.
+    """
     texts = table[column].where(table[column] != "")  # NaN, which the groups leave out
     groups = texts.groupby([table[key] for key in keys])
     agreed = groups.transform("first").where(groups.transform("nunique") == 1, "")

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import is_of_arm
+from qerl_lab.config.arm import OF_OVERLAP, is_of_arm
 from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.fields import DAY, DIRECTION, LIST, MAPPING, NUMBER, TEXT, WHOLE, check_fields, parse_number
 from qerl_lab.config.keys import FIELDS, TYPES, check_type
@@ -25,7 +25,7 @@ from qerl_lab.report.measures import MEASURES
 from qerl_lab.report.stats import format_change
 
 Settings = Mapping[str, str]
-KEYS = {key for key in FIELDS if is_of_arm(key)} | {"device", "checkpoint.every"}  # settings of runs (`Run.settings`)
+KEYS = {key for key in FIELDS if is_of_arm(key)} | {"device", *OF_OVERLAP}  # all that `Run.settings` may have
 KEYS_AND_GROUPS = {*KEYS, *(name.rpartition(".")[0] for name in KEYS)} - {""}  # such as lora.rank and lora
 FEWEST_SEEDS = 2  # an interval needs two seeds
 
@@ -233,7 +233,10 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], is_ratio: bool, w
 
 
 def _check_key(key: Any, where: str, known: set[str]) -> None:
-    """Raise ValueError if `key` is not in `known`; `where` names the place in the file for the message."""
+    """Refuse a key of a claims file that is not in `known`, or no key of runs at all.
+
+    `where` names the place in the file for the message. Raises ValueError.
+    """
     if not isinstance(key, str) or key not in known | FIELDS.keys():
         raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")
     if key not in known:  # it is not among the settings of any run

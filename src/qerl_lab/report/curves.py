@@ -305,6 +305,7 @@ def _draw_line(
     marks = max(1, len(x) // MARKS)
     first = int(phase * marks)
     axis.plot(x[first::marks], mean[first::marks], zorder=4, **{**style, "linestyle": ""})
+    # The line has the markers too, because the legend shows it.
     axis.plot(x, mean, label=label, markevery=(first, marks), zorder=3, path_effects=halo, **style)
 
 

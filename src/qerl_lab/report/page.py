@@ -53,7 +53,7 @@ class Drawn(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Return the number of panels beside each other. A figure of several needs the whole width of the page."""
+        """Measure the figure's width in panels of curves; from 2 on it needs the whole width of the page."""
         return int.from_bytes(self.png[16:20]) // palette.PANEL_PIXELS  # the width in a PNG's header
 
 

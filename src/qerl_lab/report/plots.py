@@ -66,9 +66,9 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
 
 
 def _columns_of_legend(names: Sequence[str]) -> int:
-    """Choose how many columns of `names` a panel's legend has, so that it is not wider than the panel.
+    """Choose the number of columns in a panel's legend: as many as fit, because a wider legend narrows the panel.
 
-    matplotlib fills columns from top to bottom. A legend that is too wide would make its panel narrow.
+    `names` are the entries of the legend. matplotlib fills the columns from top to bottom, one after another.
     """
     for columns in range(min(len(names), MOST_IN_ROW), 1, -1):
         if sum(HANDLE_CHARS + max(map(len, column)) for column in np.array_split(names, columns)) <= ROW_CHARS:

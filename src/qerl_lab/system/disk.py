@@ -50,7 +50,7 @@ def exclusive(folder: Path, refusal: str | None = None) -> Iterator[None]:
 
 
 def beside(path: Path, aside: str = "tmp") -> Path:
-    """Return the path `NAME.<aside>` of the temporary file through which `replace_file` writes a file."""
+    """Return the path of the temporary file with which `replace_file` writes `path`: `NAME.<aside>`, beside it."""
     return path.with_name(f"{path.name}.{aside}")
 
 

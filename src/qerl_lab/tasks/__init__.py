@@ -129,7 +129,7 @@ def read_task_config(name: str, **given: Any) -> TaskConfig:
 
 
 def names_with(function: str) -> tuple[str, ...]:
-    """Return the names of the tasks that have a function, such as "worked", without any file `task.module`."""
+    """List the built-in tasks that define `function`, for example "worked"."""
     return tuple(name for name in choices_of("task") if function in _functions(TaskConfig(name=name), None))
 
 
