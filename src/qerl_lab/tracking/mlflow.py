@@ -150,7 +150,8 @@ class MlflowMirror:
         directory.note_mirror(run_id=self.run_id, experiment_id=experiment_id)
         self._client.set_tag(self.run_id, "run_dir", str(directory.path.absolute()))  # it may have moved
         self._client.update_run(self.run_id, status="RUNNING")
-        self._known: set[tuple[str, int, int]] = {  # name, step and unix milliseconds
+        # What MLflow had before: (name, step, unix milliseconds). Later lines of metrics.jsonl hold new points only.
+        self._known: set[tuple[str, int, int]] = {
             (name, point.step, point.timestamp)
             for name in mirror.data.metrics for point in self._client.get_metric_history(self.run_id, name)
         }  # fmt: skip
@@ -192,7 +193,6 @@ class MlflowMirror:
         new = {point: value for point, value in points.items() if point not in self._known}
         sent = [Metric(name, value, milliseconds, step) for (name, step, milliseconds), value in new.items()]
         self._client.log_batch(self.run_id, metrics=sent)
-        self._known |= new.keys()
         self._offset = offset
         return len(new)
 

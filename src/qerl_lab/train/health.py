@@ -6,6 +6,7 @@ once.
 
 import math
 import shlex
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
@@ -30,7 +31,7 @@ class Watch:
 
     def __init__(self, cfg: RunConfig, earlier: Iterable[Metrics]) -> None:
         self.cfg, self.told = cfg, set[str]()
-        self.steps: list[Metrics] = []
+        self.first, self.last = list[Metrics](), deque[Metrics](maxlen=WINDOW)  # the first and the last steps
         for metrics in earlier:
             self.add_step(metrics)
 
@@ -41,10 +42,12 @@ class Watch:
         """
         if "reward/mean" not in metrics:  # held-out evaluation
             return {}
-        self.steps.append(metrics)
-        if len(self.steps) < WINDOW:
+        self.last.append(metrics)
+        if len(self.first) < WINDOW:
+            self.first.append(metrics)
+        if len(self.first) < WINDOW:
             return {}
-        found = trouble_signs(self.steps[:WINDOW], self.steps[-WINDOW:], self.cfg)
+        found = trouble_signs(self.first, self.last, self.cfg)
         new = {sign: advice for sign, advice in found.items() if sign not in self.told}
         self.told |= new.keys()
         return new

@@ -286,6 +286,7 @@ class LabTrainer(GRPOTrainer):
                 total = sum(mean * weight for mean, weight in zip(recorded[metric.trl], weights, strict=True))
                 recorded[metric.trl] = [total / max(sum(weights), 1.0)]
         super().log(logs, start_time)
+        self.state.log_history.clear()  # metrics.jsonl has it; here it would grow, and so would each checkpoint
         metrics = self._step_metrics(logs)
         self.on_step(self.steps_done, metrics)
         self._check_finite(metrics)

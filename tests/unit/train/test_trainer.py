@@ -265,3 +265,11 @@ def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_
 def test_checkpoints_are_written_every_so_often_and_at_the_end(train, tmp_path) -> None:
     train(steps=5, checkpoint__every=2, **SHORT)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+
+
+def test_a_checkpoint_of_a_later_step_is_no_larger(train, tmp_path) -> None:
+    """metrics.jsonl has the metrics of the steps before; the Trainer would write them into every checkpoint again."""
+    train(steps=4, checkpoint__every=2, **SHORT)
+    earlier, later = sorted((tmp_path / "checkpoints").iterdir())
+    sizes = [(folder / "trainer_state.json").stat().st_size for folder in (earlier, later)]
+    assert sizes[1] - sizes[0] < 100
