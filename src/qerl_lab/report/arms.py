@@ -221,7 +221,11 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
             return len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
         return 2 * undeclared.count(run.value(key)) <= len(undeclared)
 
-    for arm, run in {run.arm: run for run in runs}.items():
+    last_run, names = dict[Arm, Run](), dict[Arm, set[str]]()  # by arm; one pass, because `Run.arm` sorts all settings
+    for run in runs:
+        last_run[run.arm] = run
+        names.setdefault(run.arm, set()).add(run.experiment)
+    for arm, run in last_run.items():
         keys = [key for key in differ if key not in implied and is_needed(key, run)]
         words = {key: format_setting(key, run.value(key)) for key in keys}
         if "task.module_hash" in keys:
@@ -232,8 +236,7 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
             if replaced and (choice := matching_option(group, run.settings, of_group)) is not None:
                 words = {key: word for key, word in words.items() if key not in replaced}
                 words[replaced[0]] = f"{group}={choice}"
-        names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
-        found[arm] = " = ".join(sorted(names)), [words[key] for key in sorted(words)]
+        found[arm] = " = ".join(sorted(names[arm] - {NO_EXPERIMENT})), [words[key] for key in sorted(words)]
     return found
 
 

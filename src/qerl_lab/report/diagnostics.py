@@ -26,6 +26,7 @@ from qerl_lab.report.verdicts import Row
 PANELS_ACROSS = 3
 NAME_CHARS, MEANING_CHARS, TITLE_CHARS = 24, 32, 28  # most characters in a line of: contrast, x label, panel's title
 BELOW = 0.2  # of a row: the paper's effect is so much lower than the measured one, which it would hide
+SPREAD = 0.4  # of k: the most by which the first and the last arm of a k are apart
 SMALLEST: dict[str, Any] = {"color": "grey", "linestyle": ":", "linewidth": 0.9}
 PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
 
@@ -69,9 +70,10 @@ def draw_passes(comparison: Comparison) -> Figure | None:
     if not passes:
         return None
     figure, axis, looks = _create_panel(comparison, {arm: f"{arm} (n={own.seeds})" for arm, own in passes.items()})
+    beside = min(0.02, SPREAD / len(passes))  # so that intervals do not overlap, nor the arms of two k mix
     for index, (arm, own) in enumerate(passes.items()):
         k, (mean, low, high) = np.array(list(own.by_k)), np.array(list(own.by_k.values())).T
-        x = k * (1 + 0.02 * (index - (len(passes) - 1) / 2))  # offset, so that intervals do not overlap
+        x = k * (1 + beside * (index - (len(passes) - 1) / 2))
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, **looks[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(samples) for samples in k])

@@ -146,13 +146,15 @@ def with_fewer_colors(png: bytes) -> bytes:
 
     The colors of background, lines and marks stay as they are: a clustering (k-means) would merge those of thin lines.
     """
-    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(np.int64)
-    packed = pixels[..., 0] << 16 | pixels[..., 1] << 8 | pixels[..., 2]
-    packed, color_of_pixel, counts = np.unique(packed, return_inverse=True, return_counts=True)
-    colors = np.stack([packed >> 16, packed >> 8 & 255, packed & 255], axis=1)
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    found = sorted(image.getcolors(image.width * image.height), key=lambda counted: counted[1])  # (count, color)
+    counts, colors = np.array([count for count, _ in found]), np.array([color for _, color in found])
     kept = colors[np.argsort(-counts, kind="stable")[:128]]
     nearest = ((kept**2).sum(1) - 2 * colors @ kept.T).argmin(1)  # squared distance less |color|^2, which all share
-    small = Image.fromarray(nearest[color_of_pixel].reshape(pixels.shape[:2]).astype(np.uint8), mode="P")
+    place_of = np.zeros(2**24, np.uint8)  # color as a number -> place in the palette; sorting all pixels is slow
+    place_of[colors @ [2**16, 2**8, 1]] = nearest
+    red, green, blue = (np.asarray(band, np.uint32) for band in image.split())
+    small = Image.fromarray(place_of[red << 16 | green << 8 | blue], mode="P")
     small.putpalette(kept.astype(np.uint8).tobytes())
     written = io.BytesIO()
     small.save(written, "PNG", optimize=True)

@@ -321,3 +321,20 @@ def test_an_interval_of_shares_is_cut_at_0_and_1() -> None:
     (axis,) = draw(table, ACCURACY, curves.STEP, "bf16").axes
     corners = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert (corners.min(), corners.max()) == (0, 1)
+
+
+def test_a_png_keeps_its_most_frequent_colors_and_moves_the_others_to_the_nearest() -> None:
+    rng = np.random.default_rng(0)
+    colors = rng.choice(2**24, size=200, replace=False)
+    pixels = np.repeat(colors, np.arange(400, 200, -1))  # the first 128 are the most frequent
+    pixels = np.resize(rng.permutation(pixels), (240, 250))
+    rgb = np.stack([pixels >> 16, pixels >> 8 & 255, pixels & 255], axis=2)
+    counts = {tuple(color): int((rgb == color).all(2).sum()) for color in np.unique(rgb.reshape(-1, 3), axis=0)}
+    kept = np.array(sorted(counts, key=lambda color: -counts[color])[:128])
+    given = io.BytesIO()
+    Image.fromarray(rgb.astype(np.uint8)).save(given, "PNG")
+    small = Image.open(io.BytesIO(palette.with_fewer_colors(given.getvalue())))
+    assert small.mode == "P"
+    drawn = np.asarray(small.convert("RGB")).astype(int).reshape(-1, 3)
+    distance = ((rgb.reshape(-1, 1, 3)[:2000] - kept) ** 2).sum(2)
+    assert ((drawn[:2000] - rgb.reshape(-1, 3)[:2000]) ** 2).sum(1).tolist() == distance.min(1).tolist()

@@ -96,6 +96,16 @@ def test_pass_at_k_counts_the_questions_that_all_seeds_answered(found: Compariso
         assert axis.get_legend_handles_labels()[1][0] == f"bf16 (n={seeds})"
 
 
+def test_arms_of_one_k_stay_apart_from_those_of_the_next(found: Comparison) -> None:
+    """However many arms there are: with a fixed distance between them 60 arms mix, and 101 leave the axis."""
+    many = {f"bf16 {number}": found.arms["bf16"] for number in range(101)}
+    (axis,) = diagnostics.draw_passes(replace(found, arms=many)).axes
+    x_of_arms = np.array([line.get_xdata() for line in axis.lines if line.get_marker() not in ("", "None", "_", "|")])
+    assert x_of_arms.shape == (101, 3)  # k = 1, 2, 4
+    assert x_of_arms.min() > 0
+    assert (x_of_arms.max(axis=0)[:-1] < x_of_arms.min(axis=0)[1:]).all()
+
+
 def test_a_correlation_within_arms_loses_a_degree_of_freedom_for_each_arm(found: Comparison) -> None:
     arms = {
         arm: [replace(run, summary=run.summary | {"entropy_first": 0.3 + run.seed**2 / 100}) for run in runs]
