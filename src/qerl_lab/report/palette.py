@@ -147,9 +147,9 @@ def with_fewer_colors(png: bytes) -> bytes:
     The colors of background, lines and marks stay as they are: a clustering (k-means) would merge those of thin lines.
     """
     image = Image.open(io.BytesIO(png)).convert("RGB")
-    found = sorted(image.getcolors(image.width * image.height), key=lambda counted: counted[1])  # (count, color)
-    counts, colors = np.array([count for count, _ in found]), np.array([color for _, color in found])
-    kept = colors[np.argsort(-counts, kind="stable")[:128]]
+    by_count = sorted(image.getcolors(image.width * image.height), key=lambda counted: (-counted[0], counted[1]))
+    colors = np.array([color for _, color in by_count])
+    kept = colors[:128]
     nearest = ((kept**2).sum(1) - 2 * colors @ kept.T).argmin(1)  # squared distance less |color|^2, which all share
     place_of = np.zeros(2**24, np.uint8)  # color as a number -> place in the palette; sorting all pixels is slow
     place_of[colors @ [2**16, 2**8, 1]] = nearest
