@@ -4,7 +4,7 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from qerl_lab.config.message import in_one_line
@@ -12,6 +12,11 @@ from qerl_lab.config.option import ConfigError
 
 # How a tokenizer was loaded. transformers (5.17) saves this as if it were a property of the tokenizer.
 LOADING_OPTIONS = ("is_local", "local_files_only")
+# Replaces transformers' strftime_now, by which templates ask for the date. It is part of the template because
+# transformers from 5.22 on gives a template plain data, no functions. The newline ends the tag, and is not written.
+DATE_MACRO = (
+    "{% macro strftime_now(form) %}{{ dates[form] or raise_exception('no date in the form ' ~ form) }}{% endmacro %}\n"
+)
 LEFT_OUT = {"system": "the instruction", "user": "the question"}  # role -> content, as messages name it
 
 
@@ -22,7 +27,7 @@ class Chat:
         key: the key with which the user sets the instruction, for messages; empty in a command without one.
         day: the date for templates that write a date. A run keeps the day of its start when it resumes, so that its
             prompts stay the same.
-        writes_date: whether the template has asked for the date.
+        writes_date: whether the template has written the date into a prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str = "task.instruction") -> None:
@@ -43,26 +48,32 @@ class Chat:
         another = "another model, or put a chat_template.jinja into its directory that writes every message."
         remedy = f"Type {self.key}='' if it takes no system message, or {another}" if self.key else f"Type {another}"
         try:
-            text = self._apply_template(messages, tokenize=False)
-            ids = self._apply_template(messages, return_dict=True)["input_ids"]
+            dates = self._dates()
+            text = self._apply_template(messages, dates, tokenize=False)
+            ids = self._apply_template(messages, dates, return_dict=True)["input_ids"]
         except Exception as error:  # a template is a program and may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(f"{template} refuses the questions ({kind}{in_one_line(error)}). {remedy}") from error
+        self.writes_date = self.writes_date or any(day in text for day in dates.values())
         for message in reversed(messages):  # the question first, because no instruction mends a template without it
             if message["content"].strip() not in text:
                 problem = f"{template} leaves out {LEFT_OUT[message['role']]}, so that the model would never read it."
                 raise ConfigError(f"{problem} {remedy if message['role'] == 'system' else f'Type {another}'}")
         return ids
 
-    def _apply_template(self, messages: list[dict[str, str]], **output: bool) -> Any:
+    def _dates(self) -> dict[str, str]:
+        """Return the chat's day in each form that the template has, such as "%d %b %Y": {} if it asks for no date."""
+        template = str(self.tokenizer.chat_template)
+        tokens = Environment().lex(template) if "strftime_now" in template else ()
+        forms = [text[1:-1] for _, kind, text in tokens if kind == "string" and "%" in text]
+        return {form: datetime.combine(self.day, time()).strftime(form) for form in forms}
+
+    def _apply_template(self, messages: list[dict[str, str]], dates: dict[str, str], **output: bool) -> Any:
         """Apply the template to a chat: text with tokenize=False, a dict with "input_ids" with return_dict=True."""
-
-        def strftime_now(form: str) -> str:  # replaces transformers' own, by which templates ask for the date
-            self.writes_date = True
-            return datetime.combine(self.day, time()).strftime(form)
-
+        dated: dict[str, Any] = {}
         # mistral-common's tokenizers, used where vLLM is installed, refuse unknown variables.
-        dated = {"strftime_now": strftime_now} if "strftime_now" in str(self.tokenizer.chat_template) else {}
+        if "strftime_now" in str(self.tokenizer.chat_template):
+            dated = {"chat_template": DATE_MACRO + self.tokenizer.get_chat_template(), "dates": dates}
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **output, **dated)
 
 

@@ -78,6 +78,31 @@ def test_a_date_in_a_template_is_the_day_of_the_chat_and_gets_a_note() -> None:
     assert ["2024-07-26" in note for note in own.notes] == [True]
 
 
+def test_the_macro_for_the_date_changes_nothing_else_in_a_template() -> None:
+    """A form may be set before it is used, a macro may ask, and the template's first characters stay."""
+    for before in ("", "\n\n", "  {% if true %}  {% endif %}x", "{#- note -#} y"):
+        asking = (
+            before + "{% set form = '%Y' %}{% macro said() %}{{ strftime_now(form) }}{% endmacro %}{{ said() }}" + EVERY
+        )
+        own, plain = with_template(asking), with_template(asking.replace("strftime_now(form)", "'2024'"))
+        own.day = date(2024, 7, 26)
+        assert own.prompt_ids(ASKED) == plain.prompt_ids(ASKED)
+        assert own.notes
+        assert not plain.notes
+
+
+def test_a_template_that_computes_the_form_of_its_date_is_refused() -> None:
+    """Otherwise it would write the day of each session, and a resumed run would have other prompts."""
+    with pytest.raises(ConfigError, match="no date in the form %d %b"):
+        with_template("{{ strftime_now('%d' ~ ' %b') }} " + EVERY).prompt_ids(ASKED)
+
+
+def test_no_note_if_the_template_does_not_reach_its_date() -> None:
+    own = with_template("{% if tools %}{{ strftime_now('%d %b %Y') }}{% endif %}" + EVERY)
+    own.prompt_ids(ASKED)
+    assert own.notes == []
+
+
 def test_a_tokenizer_that_refuses_variables_is_asked_for_its_ids_without_them() -> None:
     """mistral-common has such a tokenizer. Its text, tokenized, would give other ids than the chat."""
 
