@@ -43,7 +43,10 @@ class ModelConfig:
     )
     dtype: str = option("auto", "compute dtype; auto is bfloat16 on a GPU, float32 on a CPU", choices=DTYPES)
     attention: str = option(
-        "sdpa", "attention of transformers; flash_attention_2 needs a GPU and its package", choices=ATTENTIONS
+        "sdpa",
+        "attention of transformers; flash_attention_2 needs a GPU and its package; a model that caps its attention "
+        "logits (Gemma 2) gets eager for sdpa",
+        choices=ATTENTIONS,
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
 

@@ -57,13 +57,23 @@ def require_dense(folder: Path, setting: str, why: str) -> None:
         raise ConfigError(f"{setting} is packed; allowed: the dense model, {why}")
 
 
+def fitting_attention(config: PretrainedConfig) -> str:
+    """Return "sdpa", or "eager" for a model that caps its attention logits (Gemma 2).
+
+    sdpa has no cap, and transformers before 5.21 leaves it out without a word.
+    """
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+
+
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
     """Create a causal LM of transformers on the meta device, in eval mode: it has shapes and `dtype`, but no memory.
 
     Removes quantization_config from `config`, because libraries would otherwise treat the model as quantized by them.
+    `attention` is model.attention; sdpa becomes `fitting_attention`.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    attention = fitting_attention(config) if attention == "sdpa" else attention
     with init_empty_weights(include_buffers=False):  # buffers that no checkpoint holds (rotary frequencies) are real
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
@@ -91,6 +101,8 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str, **options: Any)
         raise ValueError(f"{folder}: {some_of(extra, 1)} in no module of {type(model).__name__}")
     for name, parameter in model.named_parameters():
         check_values(parameter, name=f"{folder}: {name}")
+    if (fitting := fitting_attention(model.config)) != "sdpa":
+        model.set_attn_implementation(fitting)
     return model
 
 

@@ -123,7 +123,7 @@ def write_dense(cfg: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
     from qerl_lab.model.dense import dense_tensors, write_model
 
     dtype = getattr(torch, dtype_name)
-    model = replace(cfg.model, dtype="float32", attention="sdpa")  # attention never runs, and may need a package
+    model = replace(cfg.model, dtype="float32", attention="eager")  # it never runs; others may need a package
     cfg = replace(cfg, model=model, format=replace(cfg.format, dense_cache="off"))
     loaded = policy.build(cfg, torch.device("cpu"))
     policy.load_adapter(loaded.model, adapter)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, PreTrainedModel
 
 from packed_layers import BY_NAME, LAYER_NAMES, MXFP4, NVFP4, each_format, each_packed, pack_model, tiny_model, tokens
 from qerl_lab.config.option import ConfigError
@@ -21,7 +21,7 @@ from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.linear import FUSED, PackedLinear, total_bytes
-from qerl_lab.model.loading import empty_model, fill, stored_as
+from qerl_lab.model.loading import empty_model, fill, load_by_transformers, stored_as
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import edit_config, edit_tensors, equal, load, write_dense, write_packed
@@ -143,6 +143,24 @@ def test_memory_stays_below_the_packed_size_plus_one_layer(name: str, monkeypatc
     packed = total_bytes(model)
     assert held >= 0.9 * packed  # no event is missing
     assert peak <= packed + layer
+
+
+def test_a_model_with_capped_attention_is_computed_with_its_cap(tmp_path: Path) -> None:
+    """sdpa has no cap. transformers before 5.21 would leave it out, later versions refuse the model."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.5, attn_logit_softcapping=0.5,
+    )  # fmt: skip
+    dense = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16).eval()
+    folder, dense, ids = write_dense(tmp_path / "dense", dense), dense.float(), tokens()
+    loaded = load(folder, PackedAs(BY_NAME["bf16"], HEAD))
+    assert (loaded(ids).logits - dense(ids).logits).abs().max() < 1e-5
+    assert (load_by_transformers(folder, torch.float32).eval()(ids).logits - dense(ids).logits).abs().max() < 1e-5
+    dense.config.attn_logit_softcapping = None
+    for layer in dense.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert (loaded(ids).logits - dense(ids).logits).abs().max() > 1e-3
 
 
 # Errors in a checkpoint.
