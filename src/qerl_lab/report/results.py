@@ -140,12 +140,20 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
     Raises ConfigError if a file is missing, or is not what a report writes.
     """
     try:
-        return from_tables({name: pd.read_parquet(folder / name) for name in (RUNS, STEPS, QUESTIONS)})
-    except (OSError, KeyError, ValueError) as error:  # pyarrow's are ValueErrors
+        return from_tables({name: _read_table(folder / name) for name in (RUNS, STEPS, QUESTIONS)})
+    except (KeyError, ValueError) as error:
         raise ConfigError(
             f"{folder} does not hold what a report writes ({error!r}). Make it again: "
             f"python -m qerl_lab.report RUNS {shell_override('out', folder)}."
         ) from None
+
+
+def _read_table(file: Path) -> pd.DataFrame:
+    """Read a Parquet file. Raises ValueError, naming the file as pandas before 3 does not, if it cannot be read."""
+    try:
+        return pd.read_parquet(file)
+    except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
+        raise ValueError(f"{file}: {error}") from error
 
 
 def from_tables(tables: Tables) -> tuple[list[Run], dict[str, str]]:
