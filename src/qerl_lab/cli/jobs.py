@@ -12,6 +12,7 @@ from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.preflight import machine, question_counts
+from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand, code_hash
 from qerl_lab.system.disk import lock, make_directory
@@ -146,8 +147,8 @@ def extend_run(run: RunDirectory, steps: int) -> None:
     """Record that a finished run shall continue up to step `steps`. Does not start the run.
 
     When the run resumes, its schedules stretch over the new number of steps. Raises ConfigError unless the run is
-    finished, has fewer than `steps` steps, kept its last checkpoint, and can resume on this machine with the same
-    questions.
+    finished, has fewer than `steps` steps, kept its last checkpoint intact, and can resume on this machine with the
+    same questions.
     """
     was = run.config()
     if run.status != "done":
@@ -160,12 +161,14 @@ def extend_run(run: RunDirectory, steps: int) -> None:
             f"steps={steps}: the run already has {was.steps} steps; allowed: more. "
             f"Type for example steps={2 * was.steps}."
         )
-    if run.last_saved() != was.steps:
+    try:
+        checkpoint.load(checkpoint.path_of(run.checkpoints, was.steps))
+    except (OSError, ValueError) as damage:  # a run that is not finished would go on from an earlier checkpoint
         started_from = ("model.path", run.model) if was.trains_all else ("lora.start_from", run.path)
         raise ConfigError(
-            f"{run.checkpoints} lacks the checkpoint of step {was.steps}, which the run needs to continue. "
-            f"Type {shell_override(*started_from)} to begin a new run with its weights."
-        )
+            f"{run.checkpoints} lacks an intact checkpoint of step {was.steps} ({damage}), which the run needs to "
+            f"continue. Type {shell_override(*started_from)} to begin a new run with its weights."
+        ) from None
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
     run.check()
     run.starting_point(with_weights=False)  # raises for a record that lacks a step, while DONE still exists

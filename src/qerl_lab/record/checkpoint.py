@@ -57,7 +57,7 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
     Raises OSError if the disk is full, whatever error `write` raised, and FileNotFoundError if the run's directory is
     gone.
     """
-    final = folder / f"step-{state['step']:06d}"
+    final = path_of(folder, state["step"])
     aside = folder / f".{final.name}.{os.getpid()}"
     for leftover in folder.glob(".step-*"):  # of a killed process, or damaged
         shutil.rmtree(leftover)
@@ -100,6 +100,11 @@ def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
         if error.errno in FULL:
             return OSError(error.errno, error.strerror, str(checkpoint))
     return None
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of `step` in `folder`, the run's `checkpoints/`."""
+    return folder / f"step-{step:06d}"
 
 
 def last_step(folder: Path) -> int:

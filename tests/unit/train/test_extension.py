@@ -41,7 +41,9 @@ def directory(trained: Path, tmp_path: Path) -> RunDirectory:
     return RunDirectory(shutil.copytree(trained, tmp_path / "run"))
 
 
-def test_what_cannot_be_extended_is_refused(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_extended_is_refused(
+    trained: Path, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = (directory.path / "DONE").rename(directory.path / "moved")
     with pytest.raises(ConfigError, match="allowed: a finished run"):
         extend_run(directory, 4)
@@ -58,6 +60,10 @@ def test_what_cannot_be_extended_is_refused(directory: RunDirectory, monkeypatch
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
         with pytest.raises(ConfigError, match=r"0\.00 GiB free, and its checkpoints take"):
             extend_run(directory, 4)
+    (damaged := directory.checkpoints / "step-000002" / "scheduler.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"lacks an intact checkpoint of step 2 \(scheduler\.pt does not match"):
+        extend_run(directory, 4)
+    shutil.copyfile(trained / "checkpoints" / "step-000002" / damaged.name, damaged)
     others = {"training_questions": 1, "training_sha256": "a", "heldout_questions": 1, "heldout_sha256": "b"}
     with monkeypatch.context() as patch:
         patch.setattr(question_counts, "recorded_questions", lambda _: others)
@@ -118,7 +124,7 @@ def test_extending_a_run_without_a_checkpoint_names_a_new_run_with_its_weights(
     directory = RunDirectory(make_run(tmp_path / "run", "bf16", 0, **changes))
     (directory.checkpoints / "step-000003").mkdir(parents=True)
     weights = directory.path / "model" if changes else directory.path
-    with pytest.raises(ConfigError, match=rf"lacks the checkpoint of step 4, .* Type {start}{weights} to begin a new"):
+    with pytest.raises(ConfigError, match=rf"lacks an intact checkpoint of step 4 .* Type {start}{weights} to begin"):
         extend_run(directory, 8)
 
 
