@@ -199,6 +199,9 @@ def _parse_claim(values: Any, file: ClaimsFile, arms: Mapping[str, Settings]) ->
     if not fields["contrasts"]:
         raise ValueError(f"{where}: contrasts is empty, and there is nothing to compare")
     contrasts = tuple(_parse_contrast(entry, arms, is_ratio, where) for entry in fields["contrasts"])
+    arms_of = [(contrast.treated, contrast.control) for contrast in contrasts]
+    if twice := [pair for pair in arms_of if arms_of.count(pair) > 1]:  # Holm's correction would count it twice
+        raise ValueError(f"{where} compares {twice[0][0]} against {twice[0][1]} twice")
     parsed = {
         "contrasts": contrasts, "free": tuple(fields["free"]), "guardrail": guardrail, "smallest": smallest,
         "added": str(fields.get("added", "")), "file": file,

@@ -225,6 +225,8 @@ def test_missing_runs_are_made_by_the_queue_beside_the_claims(sweep: Path, print
     (("control: plain}", "control: plain, printed: [{where: {table: 1}, treated: {}, control: {}}]}"),
      "table=1 is no text"),
     (('aqn.schedule: "off"', "lora.rank: many"), "lora.rank=many is not allowed; allowed: a whole number"),
+    (("{treated: noisy, control: plain}", "{treated: noisy, control: plain}, {treated: noisy, control: plain}"),
+     "claim ours compares noisy against plain twice"),
     (("[{treated: noisy, control: plain}]", "[]"), "claim ours: contrasts is empty, and there is nothing to compare"),
     ((CLAIMS_FILE, "committed: now\nseeds: 4\nclaims: []"), "claims is empty, and there is nothing to test"),
 ])  # fmt: skip
