@@ -3,6 +3,7 @@
 `plan_run` and `plan_sweep` take what Hydra composed (`@hydra.main` in `train.py`); `make_plan` composes by itself.
 """
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,6 +133,8 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     Raises ConfigError if a job cannot start, two jobs are equal or conflict, or an override has no effect.
     """
     _refuse_shadowed_files(master)
+    if not str(master.hydra.sweep.dir).strip():  # a variable of the shell that is not set; as a path this directory
+        raise ConfigError("hydra.sweep.dir= is empty; allowed: a directory. Leave hydra.sweep.dir out.")
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), list[Job]()
     for number, overrides in enumerate(_expand_sweep(master, loader)):
         try:
@@ -148,7 +151,13 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
         with open_dict(cfg):
             cfg.hydra.job.num = cfg.hydra.job.id = number
         HydraConfig.instance().set_config(cfg)
-        jobs.append(replace(job, run_dir=directory / str(cfg.hydra.sweep.subdir)))
+        run_dir = directory / (subdir := str(cfg.hydra.sweep.subdir))
+        if Path(os.path.normpath(directory)) not in Path(os.path.normpath(run_dir)).parents:
+            raise ConfigError(
+                f"hydra.sweep.subdir={subdir} is not inside the sweep's directory, so resume and report would not find "
+                "the run there; allowed: a relative path without dots. Leave hydra.sweep.subdir out."
+            )
+        jobs.append(replace(job, run_dir=run_dir))
     _refuse_equal_jobs(jobs)
     intent.refuse_conflicting_jobs([job.config for job in jobs])
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])

@@ -132,6 +132,10 @@ def refused(line: str, capsys) -> str:
         ("-m seed=0,1 run_dir=x", ["hydra.sweep.dir=x"]),
         ("hydra.run.dir=x", ["hydra.run.dir=x does nothing here", "run_dir=DIR", "hydra.sweep.dir=DIR"]),
         ("-m seed=0,1 hydra.sweep.subdir=x", ["would share", "type 'hydra.sweep.subdir=${hydra.job.num}'."]),
+        ("-m seed=0,1 hydra.sweep.subdir=../${hydra.job.num}", ["../0 is not inside", "Leave hydra.sweep.subdir"]),
+        ("-m seed=0,1 hydra.sweep.subdir=/x/${hydra.job.num}", ["=/x/0 is not inside"]),
+        ("-m seed=0 hydra.sweep.subdir=.", ["=. is not inside"]),
+        ("-m seed=0,1 hydra.sweep.dir=", ["hydra.sweep.dir= is empty; allowed: a directory."]),
         ("-m sweeps=algorithms,lora_rank", ["is several sweeps", "Type +sweeps=NAME"]),
         ("-m seed=0,1,0", ["jobs 0 and 2 are the same run (seed=0)", "Leave out one"]),
         # words about jobs where they do nothing
