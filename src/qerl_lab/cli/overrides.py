@@ -29,6 +29,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import quote_text, quoted, shell_override
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
+FLAGS = ("The --resolve flag", "Only one of --run")  # Hydra's messages about flags that exclude each other
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 UNRESOLVED = re.compile(r"Error resolving interpolation '(.*)', possible")  # Hydra's message: the option of a group
 NO_GROUP = re.compile(r"(In '[^']+': )Could not override '(\w+)'\. No match")  # Hydra's message about a defaults list
@@ -192,7 +193,7 @@ def as_config_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(explain(error)) from None
     except ValueError as error:
-        if not str(error).startswith(NO_NAME):
+        if not str(error).startswith((NO_NAME, *FLAGS)):
             raise
         raise ConfigError(explain(error)) from None
 

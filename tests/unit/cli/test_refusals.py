@@ -119,6 +119,8 @@ def refused(line: str, capsys) -> str:
         ("--max_steps=3", ["--max_steps=3 is not a flag", "Type steps=VALUE."]),
         ("+experiment = nvfp4", ["+experiment has no value. Type +experiment=VALUE, without spaces"]),
         ("--config-path=x", ["--config-dir DIR"]),
+        ("--resolve seed=1", ["The --resolve flag can only be used"]),
+        ("-m --run seed=1", ["Only one of --run, --multirun"]),
         ("-cn mine", ["-cn is not a flag", "Type --config-dir DIR"]),
         ("optim.learning_rate=0,001", ["optim.learning_rate=0,001 is several values, because a comma "]),
         ("--config-dir nowhere", ["Additional config directory", "/nowhere' not found"]),
