@@ -36,8 +36,9 @@ import yaml
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.fields import LIST, NUMBER, SWITCH, TEXT, TEXTS, WHOLES, check_fields, parse_number
+from qerl_lab.config.keys import FIELDS
 from qerl_lab.config.message import in_one_line, with_noun
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, check_bounds
 from qerl_lab.config.paths import CLAIMS, file_hash
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.system import terminal
@@ -237,7 +238,8 @@ def _parse_part(values: Any) -> Part:
         if fields.get(name) == []:
             raise ValueError(f"{where}: {name} is empty; allowed: at least one entry")
     for line in fields.get("after", ()):
-        split_words(line, f"{where}, after `{line}`")
+        if not split_words(line, f"{where}, after `{line}`"):
+            raise ValueError(f"{where}: a line of after is empty; write an evaluate command")
     return Part(**fields)
 
 
@@ -262,6 +264,7 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
         )
         try:
             jobs = make_plan(grid, multirun=True).jobs
+            check_bounds("seeds", FIELDS["seed"].metadata, list(part.seeds))  # the plan has the first alone
         except ConfigError as error:
             raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):

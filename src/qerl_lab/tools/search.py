@@ -35,6 +35,7 @@ HOW_IT_RUNS = (*OF_SWEEPS, "cpu_threads")  # keys that may change between two co
 TABLE = "table.txt"
 ASKED = "asked"  # attribute of the study: the words that it was begun with
 CODES = "codes"  # attribute of the study: each `code_hash` that its trials ran with, oldest first
+SET_BY_SEARCH = {"seed": "seeds=[100,101]", "run_dir": "out=DIR", "hydra.sweep.dir": "out=DIR"}  # key -> what to type
 OTHER_CODE = (
     "note: the search began with other source files of qerl_lab than later trials had (code_hash in env.json), and "
     "other code may give other values. Type another out to search with one code."
@@ -74,11 +75,15 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
 
     Adds eval.questions=0 to the shared overrides if the objective is the reward, unless `words` set it. Plans a trial
     with the lowest values, without starting it. Raises ConfigError if this plan is refused or has several runs per
-    seed, if a range is wrong, or if no range is given.
+    seed, if a range is wrong, if no range or no seed is given, or if `words` set what the search sets.
     """
     shared, ranges, lowest = list[str](), Ranges(), list[str]()
+    if not options.seeds:
+        raise ConfigError("seeds=[] is empty; allowed: one seed or more. Type for example seeds=[100,101].")
     for word in words:
         key, _, value = word.partition("=")
+        if instead := SET_BY_SEARCH.get(key.lstrip("+")):
+            raise ConfigError(f"{word}: a search sets {key.lstrip('+')} of its runs. Type {instead}.")
         if "..." in value and _read_range(value):  # one dot too many would make .1e-2 of 1e-2
             raise ConfigError(f"{word} has three dots. Type {key}={value.replace('...', '..')}.")
         if (ends := _read_range(value)) is None:
@@ -91,7 +96,7 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
                 f"Type python -m qerl_lab -m {key}=A,B,C to compare some values."
             )
         if not 0 < ends[0] < ends[1] < math.inf:
-            raise ConfigError(f"{word} is not allowed; allowed: 0 < LOW < HIGH. Type for example {key}=1e-4..1e-2.")
+            raise ConfigError(f"{word} is not allowed; allowed: 0 < LOW < HIGH. Type {key}=LOW..HIGH.")
         for end in ends:  # as a run would get it: 0.9999 rounds to 1
             check_bounds(key, field.metadata, float(f"{end:.3g}"))
         ranges[key] = ends

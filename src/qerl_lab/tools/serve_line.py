@@ -25,6 +25,7 @@ def main(words: list[str]) -> int:
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK
+    words = [word for word in words if not word.lstrip("+").startswith("run_dir=")]  # of no effect on the server
     jobs = make_plan(words, multirun=True).jobs
     if len(jobs) > 1:
         raise ConfigError("the words make several runs, and a server serves one run. Type one value for each key.")

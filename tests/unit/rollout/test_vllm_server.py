@@ -449,7 +449,7 @@ def test_a_server_that_fails_at_the_start_is_refused(fake: FakeVllm, build) -> N
 
 
 def test_the_command_prints_the_lines_that_start_the_server_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["+experiment=nvfp4", "rollout=vllm_server", "rollout.vllm_server.url=http://127.0.0.1:8123"]
+    words = ["+experiment=nvfp4", "rollout=vllm_server", "rollout.vllm_server.url=http://127.0.0.1:8123", "run_dir=x"]
     assert serve_line.main(words) == 0
     quantize, serve = capsys.readouterr().out.splitlines()
     assert quantize == "python -m qerl_lab.quantize model=pocket format=nvfp4 out=packed/pocket-nvfp4"
@@ -462,6 +462,7 @@ def test_the_command_prints_the_lines_that_start_the_server_of_a_run(capsys: pyt
 @pytest.mark.parametrize(("words", "said"), [
     ("rollout=vllm_server +sweeps=lora_rank lora=rank16 seed=0,1", "make several runs, and a server serves one run."),
     ("rollout=vllm_server seed=0,1", "make several runs, and a server serves one run. Type one value for each key."),
+    ("rollout=vllm_server resume=x", "resume=x continues a run, and here the words of a new run are needed."),
     ("rollout=transformers", "rollout.engine=transformers has no server. Type rollout=vllm_server."),
     ("rollout=vllm_server seed=x", "seed=x is not allowed; allowed: a whole number"),
 ])  # fmt: skip

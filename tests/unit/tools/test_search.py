@@ -188,10 +188,13 @@ def test_a_search_for_accuracy_needs_questions() -> None:
 
 @pytest.mark.parametrize(("words", "said"), [
     (["steps=3"], "no word has a range"),
-    (["seed=1", *RANGES], "seed is given 2 times"),
+    (["seed=1", *RANGES], r"seed=1: a search sets seed of its runs\. Type seeds="),
+    (["run_dir=x", *RANGES], r"a search sets run_dir of its runs\. Type out=DIR"),
+    (["hydra.sweep.dir=x", *RANGES], r"a search sets hydra\.sweep\.dir of its runs\. Type out=DIR"),
+    (["resume=x", *RANGES], "resume=x continues a run, .* Leave resume out"),
     (["optim.learning_rate=1e-2..1e-4"], "is not allowed; allowed: 0 < LOW < HIGH"),
     (["optim.learning_rate=1e-4...1e-2"], r"has three dots. Type optim.learning_rate=1e-4\.\.1e-2\."),
-    (["aqn.sigma_start=0..1"], "is not allowed; allowed: 0 < LOW < HIGH"),
+    (["lora.alpha=0..1"], r"allowed: 0 < LOW < HIGH\. Type lora\.alpha=LOW\.\.HIGH"),
     (["optim.learning_rate=0.1..2"], "optim.learning_rate=2.0 is not allowed; allowed: at most 1"),  # in a later trial
     (["optim.beta2=0.9..0.9999"], r"optim\.beta2=1\.0 is not allowed; allowed: at most 0\.99999"),  # rounded
     (["dry_run=true", "optim.learning_rate=1e-4..1e-2"], "Leave dry_run out"),
@@ -204,6 +207,8 @@ def test_a_search_for_accuracy_needs_questions() -> None:
 def test_a_wrong_search_space_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_space(words, SearchOptions())
+    with pytest.raises(ConfigError, match=r"seeds=\[\] is empty"):
+        read_space(RANGES, SearchOptions(seeds=[]))
 
 
 def test_a_search_without_a_writable_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
