@@ -63,6 +63,19 @@ def test_a_job_that_another_process_runs_is_left_alone(capfd: pytest.CaptureFixt
     assert RunDirectory(Path("sweep/0-adhoc-seed0")).status == "done"
 
 
+def test_a_job_with_a_damaged_record_fails_with_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing interrupted it, and the same command would be refused again."""
+    jobs.claim_directories(make_plan([f"seed={DONE},10", "hydra.sweep.dir=sweep"], True), "the command")
+    damaged = RunDirectory(Path("sweep/1-adhoc-seed10"))
+    damaged.begin()
+    (damaged.path / "sessions.json").write_text("{")
+    assert main(["resume=sweep"]) == 1
+    assert "2 jobs in sweep: 1 done, 1 failed" in capfd.readouterr().out
+    assert "sessions.json cannot be read" in damaged.reason
+    (damaged.path / "sessions.json").unlink()
+    assert main(["resume=sweep"]) == 0
+
+
 def test_a_continued_sweep_runs_each_job_with_the_settings_of_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {}
 

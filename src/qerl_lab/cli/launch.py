@@ -174,8 +174,13 @@ def start(run: RunDirectory, typed: TypedCommand | None = None, sweep_job: Sweep
         if before == "done":
             return OK
         if before != "not run":
-            run.check()
-            run.starting_point(with_weights=False)
+            try:
+                run.check()
+                run.starting_point(with_weights=False)
+            except ConfigError as error:
+                if sweep_job:  # else its sweep would end as interrupted, and the same command would be refused again
+                    run.fail(f"ConfigError: {error}\n")
+                raise
         threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
         added = sweep_job.variables if sweep_job else {}
         shared = {**CHILD_ENVIRONMENT, **threads, **os.environ, **added}
