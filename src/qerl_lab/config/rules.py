@@ -353,16 +353,16 @@ def fp4_tiles_takes_rank(lora_rank: int) -> bool:
 def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
     """Raise ConfigError if rollout.engine=vllm needs a GPU for this run, which has only a CPU.
 
-    `why` goes into the message and says why there is only a CPU, e.g. `device=cpu was given`.
+    `why` goes into the message and says why there is only a CPU, e.g. `device=cpu was given`. The remedy is an engine
+    alone, because an evaluation of a run has the run's format.
     """
     if cfg.rollout.engine == "vllm" and cfg.format.name != DENSE_FORMAT:
-        remedy = remedy_in_arm(cfg, f"rollout=transformers, or format={DENSE_FORMAT}")
         raise ConfigError(
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "
-            f"allowed there: {DENSE_FORMAT}. Type {remedy}."
+            f"allowed there: {DENSE_FORMAT}. Type rollout=transformers."
         )
     if cfg.rollout.engine == "vllm" and cfg.trains_all:
         raise ConfigError(
             f"rollout.engine=vllm with lora.rank=0 needs a GPU, and {why}: on a CPU vLLM reorders the weights, which "
-            "then cannot be replaced. Type rollout=transformers, or lora=rank32."
+            "then cannot be replaced. Type rollout=transformers."
         )

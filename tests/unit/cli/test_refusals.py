@@ -80,7 +80,7 @@ def refused(line: str, capsys) -> str:
             "+experiment=nf4_aqn aqn.sigma_start=0",
             ["Type for example aqn.sigma_start=0.01, or aqn=off without +experiment."],
         ),
-        ("+experiment=nf4 rollout=vllm device=cpu", ["Type rollout=transformers, or +experiment=bf16."]),
+        ("+experiment=nf4 rollout=vllm device=cpu", ["allowed there: bf16. Type rollout=transformers."]),
         ("+experiment=nf4 lora=full", ["lora.rank=0 with format.name=nf4", "Type +experiment=bf16, or lora=rank32."]),
         (
             "model.hash=0a",
