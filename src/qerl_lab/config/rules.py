@@ -211,9 +211,11 @@ def _check_addresses(cfg: RunConfig) -> None:
 
 
 def _check_names(cfg: RunConfig) -> None:
-    """Raise ConfigError if model.path is empty, format or task does not exist, or tracking.uri is no MLflow store."""
+    """Raise ConfigError for an empty name or path, for an unknown format or task, and if tracking.uri is no address."""
     if cfg.tracking.mlflow and cfg.tracking.uri:
         check_store("tracking.uri", cfg.tracking.uri)
+    if cfg.tracking.mlflow and not cfg.tracking.experiment.strip():
+        raise ConfigError("tracking.experiment= is empty; allowed: a name. Leave tracking.experiment out.")
     if not cfg.model.path.strip():
         raise ConfigError(
             "model.path= is empty; allowed: pocket, a directory, FILE.gguf, or a hub id. Type model=pocket."

@@ -72,6 +72,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"rollout__vllm__max_num_batched_tokens": 64, "rollout__batch_size": 65},
          "rollout.batch_size=65 is above rollout.vllm.max_num_batched_tokens=64", "rollout.batch_size=64"),
         ({**TILES, "lora__rank": 136}, "lora.rank=136", "allowed with it: 8, 16, 24, "),
+        ({"tracking__experiment": ""}, "tracking.experiment= is empty; allowed: a", "Leave tracking.experiment out."),
         ({"tracking__uri": "mine"}, "tracking.uri=mine is no address", "tracking.uri=sqlite:///mine.db."),
         ({"tracking__uri": "mine.db"}, "tracking.uri=mine.db is no address", "tracking.uri=sqlite:///mine.db."),
         ({"tracking__uri": "my runs"}, "uri=my runs is no", "example \"tracking.uri='sqlite:///my runs.db'\"."),
