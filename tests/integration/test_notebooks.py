@@ -8,6 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from run_directories import make_run
+
 ROOT = Path(__file__).parents[2]
 RENDER = runpy.run_path(str(ROOT / "notebooks" / "render.py"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -51,6 +53,16 @@ def test_a_notebook_runs_in_its_folder_and_leaves_no_files(name: str) -> None:
     assert [piece for piece in pieces if piece not in text] == []
     assert sum("image/png" in data for data in shown) >= figures
     assert files() == before
+
+
+@pytest.mark.usefixtures("untouched")
+def test_curves_need_no_heldout_questions(tmp_path: Path) -> None:
+    (make_run(tmp_path / "runs" / "0", "bf16", 0, eval__questions=0) / "eval.parquet").unlink()
+    copy = tmp_path / "copy.ipynb"
+    text = (ROOT / "notebooks" / "01_curves.ipynb").read_text(encoding="utf-8")
+    copy.write_text(text.replace("results/smollm2/weight_formats", str(tmp_path / "runs")), encoding="utf-8")
+    run = RENDER["execute"](copy, tmp_path)
+    assert "entropy_first" in run.cells[-1]["outputs"][0]["data"]["text/plain"]
 
 
 @each_notebook

@@ -44,7 +44,7 @@ def find_folder(path: str) -> Path:
     for folder in (given, Path.cwd().parent / given):
         if folder.is_dir():
             return folder
-    raise ConfigError(f"{path} is no directory, here or in the folder above {Path.cwd()}. Type another in RESULTS.")
+    raise ConfigError(f"{path} is no directory, here or in the folder above {Path.cwd()}. Type its whole path.")
 
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:

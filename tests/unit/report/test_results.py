@@ -176,5 +176,5 @@ def test_results_are_found_from_the_folder_of_the_notebooks(tmp_path: Path, monk
     for folder in (tmp_path, tmp_path / "notebooks"):
         monkeypatch.chdir(folder)
         assert results.find_folder("results/x").resolve() == tmp_path / "results" / "x"
-    with pytest.raises(ConfigError, match=r"results/y is no directory, here or in the folder above .*RESULTS"):
+    with pytest.raises(ConfigError, match=r"results/y is no directory, here or in the folder above .*whole path"):
         results.find_folder("results/y")
