@@ -3,6 +3,7 @@
 import shutil
 import time
 import types
+from contextlib import suppress
 from pathlib import Path
 
 import mlflow
@@ -11,6 +12,7 @@ from mlflow import MlflowClient
 
 from mlflow_store import config, doubles, latest, log, mirrored, points, recorded, runs, track
 from qerl_lab.config.arm import config_hash, leaves
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sqlite_uri
 from qerl_lab.config.schema import EvalConfig
 from qerl_lab.record.directory import RunDirectory
@@ -55,6 +57,56 @@ def test_mlflow_receives_points_parameters_tags_files_and_numbers(run_dir: Path,
     MlflowClient(tracking_uri=db).set_tag(run.info.run_id, "mlflow.note.content", "look here")
     mirror.close("FINISHED", {"steps": 39}, 0.0)
     assert runs(db)[0].data.tags["mlflow.note.content"] == "look here"
+
+
+def test_a_failed_run_says_why_until_it_is_continued(run_dir: Path, db: str) -> None:
+    cfg = config(run_dir, db)
+    with suppress(ValueError), Tracker(cfg, RunDirectory(run_dir)) as tracker:
+        log(tracker, range(1, 3))
+        raise ValueError("no judge at http://me:secret@host | 503\nbody")
+    told = "| result | |\n|---|---|\n| reason | ValueError: no judge at http://***@host \\| 503 |\n"
+    (run,) = runs(db)
+    assert (run.info.status, run.data.tags["mlflow.note.content"]) == ("FAILED", told)
+    track(run_dir, db, range(3, 5), "KILLED", last_step=2)
+    (run,) = runs(db)
+    assert (run.info.status, run.data.tags.get("mlflow.note.content")) == ("KILLED", None)
+    RunDirectory(run_dir).fail("Killed: signal 9\n")
+    resync(RunDirectory(run_dir))
+    (run,) = runs(db)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["mlflow.note.content"].endswith("| reason | Killed: signal 9 |\n")
+
+
+def test_a_renamed_experiment_keeps_its_runs_and_a_deleted_one_is_named(run_dir: Path, db: str) -> None:
+    track(run_dir, db, range(1, 3), "KILLED")
+    client, (run,) = MlflowClient(tracking_uri=db), runs(db)
+    client.rename_experiment(run.info.experiment_id, "november")
+    assert f"found run {run.info.run_id}" in resync(RunDirectory(run_dir))
+    assert client.get_experiment_by_name("qerl-lab") is None
+    client.delete_experiment(client.create_experiment("qerl-lab"))
+    client.delete_run(run.info.run_id)
+    with pytest.raises(ConfigError, match=r"experiment qerl-lab is deleted.* restore --experiment-id \d"):
+        resync(RunDirectory(run_dir))
+
+
+def test_a_running_run_is_not_resynced(run_dir: Path, db: str) -> None:
+    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
+    log(tracker, range(1, 3))
+    wait_for(lambda: mirrored(db))
+    with RunDirectory(run_dir).locked(), pytest.raises(ConfigError, match="another process is running in"):
+        resync(RunDirectory(run_dir))
+    assert runs(db)[0].info.status == "RUNNING"
+    tracker.finish("FINISHED")
+
+
+def test_the_duration_in_mlflow_covers_the_sessions(run_dir: Path, db: str) -> None:
+    off, run = config(run_dir, mlflow=False), RunDirectory(run_dir)
+    run.begin_session(time.time() - 60)
+    log(Tracker(off, run), range(1, 3))
+    run.end_session()
+    resync(run, db)
+    (mirror,), ((began, ended),) = runs(db), run.sessions()
+    assert (mirror.info.start_time, mirror.info.end_time) == (int(began * 1000), int(ended * 1000))
 
 
 def test_the_default_store_is_in_the_directory_where_the_run_was_typed(

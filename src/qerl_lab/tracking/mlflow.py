@@ -8,12 +8,13 @@ training stays.
 
 import logging
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from qerl_lab.config.arm import config_hash, values_of
@@ -24,6 +25,9 @@ from qerl_lab.config.rules import check_store
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.record.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 STATUSES: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}  # by status of a run
@@ -64,7 +68,7 @@ def check_store_variable(cfg: RunConfig) -> None:
 
 
 def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
-    """Return the URI of the run's MLflow store, with the path of a sqlite file made absolute.
+    """Return the URI of the run's MLflow store, with the path of a folder or a sqlite file made absolute.
 
     It is the first that is set: `tracking.uri` in `cfg`, the variable MLFLOW_TRACKING_URI, `uri` in mlflow.json,
     mlflow.db in the working directory. Raises ConfigError for a URI with *** in place of a password.
@@ -76,6 +80,8 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
             f"the run's MLflow store is {uri}, and no record keeps what is hidden there. "
             "Type MLFLOW_TRACKING_URI=URL, the whole of it, in front of the command."
         )
+    if ":" not in uri and uri != "databricks":  # a folder
+        return Path(uri).absolute().as_uri()
     path = sqlite_file(uri)
     return sqlite_uri(path.absolute()) if path else uri
 
@@ -132,22 +138,23 @@ class MlflowMirror:
 
         logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the tracker prints one line instead
-        uri = mlflow_uri(cfg, directory)
-        directory.note_mirror(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store is down
+        uri, noted = mlflow_uri(cfg, directory), directory.mirror()
+        shown = url_without_secrets(uri)
+        directory.note_mirror(uri=shown)  # a resumed run needs it, even if the store is down
         create_sqlite(uri)
         self._directory, self._offset, self._client = directory, 0, MlflowClient(tracking_uri=uri)
-        experiment_id, key = self._experiment_id(cfg.tracking.experiment, uri), str(directory.mirror()["key"])
-        mirrors = self._client.search_runs([experiment_id], f"tags.run_key = '{key}'")
-        # An extended run gets a new mirror, so the steps must agree. A mirror without parameters fits too: the run was
-        # killed while it created its mirror. config_hash is not compared, because a new key in the schema changes it.
-        steps = str(cfg.steps)
-        mirror = next((run for run in mirrors if run.data.params.get("steps", steps) == steps), None)
+        key, mirror = str(directory.mirror()["key"]), None
+        if noted.get("experiment_id") and noted.get("uri") == shown:  # it may have another name now
+            mirror = self._find(str(noted["experiment_id"]), key, cfg.steps)
+        if mirror is None:
+            experiment_id = self._experiment_id(cfg.tracking.experiment, uri)
+            mirror = self._find(experiment_id, key, cfg.steps)
         self.created = mirror is None
         if mirror is None:
-            start = next((line["time"] for line in directory.metrics()), time.time())
+            start = min(_times(directory), default=time.time())
             mirror = self._client.create_run(experiment_id, int(start * 1000), tags(cfg, directory, key))
         self.run_id: str = mirror.info.run_id
-        directory.note_mirror(run_id=self.run_id, experiment_id=experiment_id)
+        directory.note_mirror(run_id=self.run_id, experiment_id=mirror.info.experiment_id)
         self._client.set_tag(self.run_id, "run_dir", str(directory.path.absolute()))  # it may have moved
         self._client.update_run(self.run_id, status="RUNNING")
         # What MLflow had before: (name, step, unix milliseconds). Later lines of metrics.jsonl hold new points only.
@@ -159,11 +166,21 @@ class MlflowMirror:
         self._client.log_batch(self.run_id, params=missing)  # the others stay: MLflow refuses to change one
         self.params_added = len(missing)
 
+    def _find(self, experiment_id: str, key: str, steps: int) -> "Run | None":
+        """Find the MLflow run with the tag run_key=`key` in an experiment; None if there is none.
+
+        An extended run gets a new mirror, so the steps must agree. A mirror without parameters fits too: the run was
+        killed while it created its mirror. config_hash is not compared, because a new key in the schema changes it.
+        """
+        mirrors = self._client.search_runs([experiment_id], f"tags.run_key = '{key}'")
+        return next((run for run in mirrors if run.data.params.get("steps", str(steps)) == str(steps)), None)
+
     def _experiment_id(self, name: str, uri: str) -> str:
         """Return the id of the MLflow experiment `name`; create the experiment if it is missing.
 
         If `uri` is an sqlite file, the artifacts of a new experiment go to mlruns/ beside that file, instead of
-        MLflow's default, a folder in the working directory.
+        MLflow's default, a folder in the working directory. Raises ConfigError if the experiment is deleted, because
+        MLflow keeps its name.
         """
         from mlflow.exceptions import MlflowException
 
@@ -177,6 +194,12 @@ class MlflowMirror:
                 if not self._client.get_experiment_by_name(name):
                     raise
             experiment = self._client.get_experiment_by_name(name)
+        if experiment.lifecycle_stage == "deleted":
+            store = f"{STORE_VARIABLE}={shlex.quote(url_without_secrets(uri))}"
+            raise ConfigError(
+                f"MLflow's experiment {name} is deleted. Type {store} python -m mlflow experiments restore "
+                f"--experiment-id {experiment.experiment_id}, or for a new run tracking.experiment=NAME."
+            )
         if KIND not in experiment.tags:  # decides which page a plain link opens
             self._client.set_experiment_tag(experiment.experiment_id, KIND, "custom_model_development")
         return str(experiment.experiment_id)
@@ -199,34 +222,44 @@ class MlflowMirror:
     def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
         """Upload the artifacts, describe the MLflow run by `result` and end it; return the number of artifacts.
 
-        The description is a Markdown table of `result`, a run's headline numbers (the content of DONE). A description
-        that a user wrote stays. `end_time` is in Unix seconds.
+        The description is a Markdown table of `result`: a run's headline numbers (the content of DONE), or the reason
+        why it failed. A description that a user wrote stays. `end_time` is in Unix seconds.
         """
         artifacts = self._directory.artifacts()
         for path in artifacts:
             self._client.log_artifact(self.run_id, str(path))
         now = self._client.get_run(self.run_id).data.tags  # a user may have described the run while it went on
-        if result and now.get(DESCRIPTION, RESULT_TABLE).startswith(RESULT_TABLE):
+        if now.get(DESCRIPTION, RESULT_TABLE).startswith(RESULT_TABLE):
             rows = "".join(
                 f"| {name.replace('_', ' ')} | {_format_result(value)} |\n" for name, value in result.items()
             )
-            self._client.set_tag(self.run_id, DESCRIPTION, RESULT_TABLE + rows)
+            if rows:
+                self._client.set_tag(self.run_id, DESCRIPTION, (RESULT_TABLE + rows)[:TAG_CHARS])
+            elif DESCRIPTION in now:  # the reason of an earlier failure
+                self._client.delete_tag(self.run_id, DESCRIPTION)
         self._client.set_terminated(self.run_id, status, int(end_time * 1000))
         return len(artifacts)
 
 
 def _format_result(value: Any) -> str:
-    """Format a headline number, or each number of an interval, to four digits."""
+    """Format a headline number, or each number of an interval, to four digits; escape a text for a table."""
     if isinstance(value, list):
         return f"[{', '.join(map(_format_result, value))}]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+def _times(directory: RunDirectory) -> list[float]:
+    """Return when the run's sessions started and ended, and the times of its metrics, in Unix seconds."""
+    sessions = [moment for session in directory.sessions() for moment in session if moment is not None]
+    return sessions + [line["time"] for line in directory.metrics()]
 
 
 def resync(directory: RunDirectory, uri: str | None = None) -> str:
     """Fill MLflow from the record in a run directory; return a line describing what was added.
 
     `uri` replaces the run's own store (see `mlflow_uri`). Raises ConfigError if the record is missing, damaged or
-    read-only, or `uri` is no address of a store; ConnectionError if MLflow fails or cannot be reached.
+    read-only, the run is running, or `uri` is no address of a store; ConnectionError if MLflow fails or cannot be
+    reached.
     """
     if uri:
         check_store("uri", uri)
@@ -237,7 +270,7 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
             f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab {resume_override(directory.path)}."
         )
     try:
-        lines = directory.checked_metrics()
+        directory.checked_metrics()
     except ConfigError as error:
         raise ConfigError(f"{directory.path} is damaged, and its mirror stays as it is. {error}") from None
     cfg.tracking.uri = uri or cfg.tracking.uri
@@ -245,14 +278,15 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     prepare_mlflow()
     from mlflow.exceptions import MlflowException
 
-    end = lines[-1]["time"] if lines else time.time()
     try:
-        run = MlflowMirror(cfg, directory)
-        points = run.update()
-        files = run.close(STATUSES[directory.status], directory.result(), end)
+        with directory.locked():  # else a running run would end in MLflow as KILLED
+            result = {"reason": directory.reason} if directory.status == "failed" else directory.result()
+            run = MlflowMirror(cfg, directory)
+            points = run.update()
+            files = run.close(STATUSES[directory.status], result, max(_times(directory), default=time.time()))
     except (MlflowException, OSError) as error:  # OSError: the file of an sqlite store cannot be created
         advice = "Type the command again once the store answers, or add uri=STORE."
-        raise ConnectionError(f"not resynced. {error}. {advice}") from error
+        raise ConnectionError(f"not resynced. {str(error).rstrip('.')}. {advice}") from error
     did = f"{directory.mirror()['uri']}: {'created' if run.created else 'found'} run {run.run_id}, added {points}"
     return f"{did} points and {run.params_added} parameters, stored {files} artifacts"
 

@@ -68,7 +68,7 @@ class Follower:
                 mirror.close(*self._ending)
                 self.is_whole = True
             except Exception as error:  # the thread's boundary: an error of a store or the network must not end a run
-                self._report_outage(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
+                self._report_outage(f"failed ({type(error).__name__}: {first_line(error)})")
                 if is_last:
                     return
                 self._stop.wait(RETRY_SECONDS)
@@ -83,7 +83,8 @@ class Follower:
 class Tracker:
     """Append a run's metrics to metrics.jsonl, and mirror the record to the stores that `cfg.tracking` turns on.
 
-    Use it as a context manager: an error in the block ends the runs in the stores as FAILED, unless the run is done.
+    Use it as a context manager: an error in the block ends the runs in the stores as FAILED, with the reason, unless
+    the run is done.
     `parts` names the parts of the reward, each of which has a metric. Metrics and samples of steps after `last_step`
     are deleted, because a resumed run trains these steps again. Write env.json first: the MLflow tags contain values
     from it.
@@ -112,9 +113,9 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._directory.status != "done":
-            self.finish("FAILED")
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is not None and self._directory.status != "done":
+            self.finish("FAILED", {"reason": redact(f"{type(error).__name__}: {first_line(error)}")})
 
     @property
     def is_mirrored(self) -> bool | None:
@@ -128,9 +129,10 @@ class Tracker:
         self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Send the rest of the record and the headline numbers `result` to every store, and end the stores' runs.
+        """Send the rest of the record and `result` to every store, and end the stores' runs.
 
-        `status` says how they end. Waits at most FINISH_SECONDS for each store.
+        `result` holds the headline numbers of a finished run, or the `reason` why it failed. `status` says how they
+        end. Waits at most FINISH_SECONDS for each store.
         """
         for follower in self._followers.values():
             follower.finish(status, result or {})

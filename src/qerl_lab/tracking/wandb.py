@@ -51,7 +51,7 @@ class WandbMirror:
                 self._run.log(line["metrics"], step=line["step"])
 
     def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> None:
-        """Store the artifacts and the headline numbers `result`, and end the W&B run with the exit code of `status`."""
+        """Store the artifacts and `result` (see `Tracker.finish`); end the W&B run with the exit code of `status`."""
         import wandb
 
         record = wandb.Artifact(f"record-{self._run.id}", type="record")

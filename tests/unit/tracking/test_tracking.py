@@ -21,8 +21,8 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
-from qerl_lab.tracking.mlflow import mlflow_uri
-from qerl_lab.tracking.tracker import FINISH_SECONDS, Tracker
+from qerl_lab.tracking.mlflow import MlflowMirror, mlflow_uri
+from qerl_lab.tracking.tracker import FINISH_SECONDS, Follower, Tracker
 from qerl_lab.train.__main__ import needs_traceback
 from run_directories import write_config
 
@@ -148,8 +148,20 @@ def test_uri_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert mlflow_uri(cfg, record) == "sqlite:////elsewhere/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from-environment:5000")
     assert mlflow_uri(cfg, record) == "http://from-environment:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    assert mlflow_uri(cfg, record) == f"file://{tmp_path}/mlruns"
     cfg.tracking.uri = "http://from-config:5000"
     assert mlflow_uri(cfg, record) == "http://from-config:5000"
+
+
+def test_an_outage_is_reported_with_the_end_of_a_long_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """MLflow says there what to set for a store that is a folder."""
+
+    def refused() -> MlflowMirror:
+        raise OSError(f"a store{' far away' * 40}: set MLFLOW_ALLOW_FILE_STORE=true")
+
+    Follower(refused, lambda: "MLflow", "type resync").finish("FINISHED", {})
+    assert capsys.readouterr().err.endswith("set MLFLOW_ALLOW_FILE_STORE=true); training goes on and type resync\n")
 
 
 def test_what_the_user_sets_for_mlflow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
