@@ -64,7 +64,9 @@ def _accuracy_table(comparison: Comparison, baseline: str | None) -> Table:
     asked = sorted({len(run.accuracy["after"]) for runs in comparison.arms.values() for run in runs if run.accuracy})
     numbers = " to ".join(f"{number:,}" for number in dict.fromkeys((*asked[:1], *asked[-1:])))
     questions = f"Held-out questions of a run: {numbers}. " if asked else ""
-    why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
+    why = "no held-out questions were evaluated"
+    if "after" not in empty:
+        why = "eval.samples=1, or the arms share no seed and question"
     return Table(
         title,
         f"{questions}Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to "

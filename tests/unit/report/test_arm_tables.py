@@ -105,6 +105,14 @@ def test_accuracies_that_no_run_has_get_no_column(tmp_path: Path) -> None:
     assert first.left_out == left_out
 
 
+def test_arms_without_a_common_seed_have_no_difference(tmp_path: Path) -> None:
+    for seed, arm in enumerate(("bf16", "nvfp4")):
+        make_run(tmp_path / arm, arm, seed)
+    first, *_ = tables(comparison.read([tmp_path]), "bf16")
+    left_out = "Left out: after - bf16, since eval.samples=1, or the arms share no seed and question."
+    assert first.left_out == left_out
+
+
 def test_controls_that_the_paper_lacks_stand_beside_no_number_of_the_paper(
     made: dict[str, Table], tmp_path: Path
 ) -> None:
