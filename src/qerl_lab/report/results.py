@@ -61,7 +61,7 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
         damaged |= broken
         inside = {path.resolve(): path for path in _walk_run_directories(folder)}
         if not inside and not has_results:
-            what = "holds no run directory" if folder.is_dir() else "is no directory"
+            what = f"holds no run directory and no {RUNS} of a report" if folder.is_dir() else "is no directory"
             raise ConfigError(f"{folder} {what}. Type the directory of a run or of a sweep, for example runs.")
         directories |= inside
     for path in directories.values():

@@ -319,7 +319,7 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
 @pytest.mark.parametrize(("words", "said"), [
     (["nowhere"], "nowhere is no directory. Type the directory of a run or of a sweep"),
     (["verdict", "runs"], "verdict is no directory and no command. Did you mean verdicts?"),
-    (["empty"], "empty holds no run directory. Type"),
+    (["empty"], "empty holds no run directory and no runs.parquet of a report. Type"),
     (["unfinished", "out=out"], "no run counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
     (["sweep", "baseline=nvfp"], "baseline=nvfp is none of the arms. Did you mean nvfp4? Allowed: bf16; nvfp4."),
     (["sweep", "out=out", "baseline=nvfp"], "baseline=nvfp is none of the arms."),
