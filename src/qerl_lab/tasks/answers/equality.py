@@ -8,7 +8,18 @@ from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_express
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.intervals import OPPOSITE, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import POINTS, close, divide, is_finite, is_real, is_rounded, point, to_mpmath, value
+from qerl_lab.tasks.answers.value import (
+    POINTS,
+    close,
+    divide,
+    exact_values,
+    is_finite,
+    is_real,
+    is_rounded,
+    point,
+    to_mpmath,
+    value,
+)
 
 ENOUGH_DIGITS = 6  # digits of a decimal that may stand for an endless one: 0.333333 for 1/3
 HUNDREDTH = Num(Fraction(1, 100))
@@ -109,13 +120,16 @@ def _compare_nodes(left: Node, right: Node) -> bool:
     """Tell whether two expressions are equal, by their values at several points.
 
     The values must agree wherever both are real: |x| is not x, while 2 ln x equals ln x^2. If both are real nowhere,
-    their complex values must agree wherever both are defined, and there must be such a point.
+    their complex values must agree wherever both are defined, and there must be such a point. At one more point, values
+    that are rational must be the same, because 40 digits do not show the difference of 10^50 and 10^50 + x.
     """
     if left == right:
         return True
     variables = names(left) | names(right)
     if not variables:
         return close(value(left, {}), value(right, {}))
+    if any(name.startswith("text ") for name in names(left) ^ names(right)):  # 0 \text{ not } x is no 0
+        return False
     are_real_somewhere, complex_agree = False, list[bool]()
     for draw in range(POINTS):
         at = point(variables, draw)
@@ -130,6 +144,9 @@ def _compare_nodes(left: Node, right: Node) -> bool:
             return False
         else:
             are_real_somewhere = True
+    exact = exact_values((left, right), variables, 0)
+    if exact is not None and exact[0] != exact[1]:
+        return False
     return are_real_somewhere or (bool(complex_agree) and all(complex_agree))
 
 
@@ -185,7 +202,9 @@ def _compare_several(left: Several, right: Several) -> bool:
                 return False
             rest.pop(at)
         return True
-    ordered = left.kind == right.kind or kinds in ({"", "()"}, {":", "am"}, {":", "pm"})
+    digits = all(isinstance(part, Amount) and isinstance(part.node, Num) for part in left.parts + right.parts)
+    is_time = digits and kinds in ({":", "am"}, {":", "pm"})
+    ordered = left.kind == right.kind or kinds == {"", "()"} or is_time
     return ordered and all(equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
 
 
@@ -233,6 +252,9 @@ def _compare_relations(left: Relation, right: Relation) -> bool:
         is_lopsided = close(ratio, zero) or close(divide(b, a), zero)  # also with infinity
         if is_lopsided or not close(first, ratio):
             return False
+    exact = [exact_values(differences, variables, draw) for draw in range(2)]
+    if exact[0] and exact[1] and exact[0][0] * exact[1][1] != exact[0][1] * exact[1][0]:
+        return False  # 40 digits do not show the 1 in x + y = 10^50 + 1
     if left.signs[0] in ("=", "!="):
         return True
     return is_real(first) and (to_mpmath(first).real > 0) == (left.signs == right.signs)

@@ -4,13 +4,14 @@ An end point is a number where an interval of either set begins or ends. Two set
 point, on one number between each two neighbouring end points, and on one number beyond the first and the last.
 """
 
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
 from qerl_lab.tasks.answers.expression import Node, Op, Sym, names
 from qerl_lab.tasks.answers.forms import Amount, Form, Relation, Several
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import Value, close, is_finite, is_real, to_mpmath, value
+from qerl_lab.tasks.answers.value import Value, close, is_finite, is_less, is_real, to_mpmath, value
 
 OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
@@ -28,9 +29,12 @@ def same_set(left: Form, right: Form) -> bool:
     if not is_sure or len(_bounded_terms(left) | _bounded_terms(right)) > 1:
         return False
     try:
-        ends = sorted(end for end in _ends(left) + _ends(right) if is_finite(end))
+        ends = [end for end in _ends(left) + _ends(right) if is_finite(end)]
     except Unreadable:
         return False
+    if not all(isinstance(end, Fraction) for end in ends):
+        ends = [*map(to_mpmath, ends)]
+    ends.sort()
     between = [(low + high) / 2 for low, high in pairwise(ends)]
     # In proportion to the ends, because 10^50 + 1 is 10^50 to 40 digits.
     outside = [ends[0] - abs(ends[0]) - 1, ends[-1] + abs(ends[-1]) + 1] if ends else [0]
@@ -67,7 +71,7 @@ def _ends(form: Form) -> list[Value]:
             raise Unreadable("no set of numbers")
         return ends
     closed = [end for end, bracket in zip(ends, form.kind, strict=False) if bracket in "[]"]
-    if len(ends) != 2 or ends[0] >= ends[1] or not all(map(is_finite, closed)):
+    if len(ends) != 2 or not is_less(*ends) or not all(map(is_finite, closed)):
         raise Unreadable("no interval")
     return ends
 
@@ -76,7 +80,7 @@ def _ends(form: Form) -> list[Value]:
 def _number(form: Form) -> Value:
     """Return the real number that a form stands for. Raises Unreadable if it is none, or has a percent sign."""
     if isinstance(form, Amount) and not names(form.node) and not form.percent:
-        number = to_mpmath(value(form.node, {}))
+        number = value(form.node, {})
         if is_real(number):
             return number.real
     raise Unreadable("no real number")
@@ -104,4 +108,4 @@ def _is_true(left: Value, sign: str, right: Value) -> bool:
     """Tell whether `left sign right` holds for two real numbers; `sign` is a key of OPPOSITE."""
     if close(left, right):
         return "=" in sign and sign != "!="
-    return sign == "!=" or (left < right) == ("<" in sign)
+    return sign == "!=" or is_less(left, right) == ("<" in sign)

@@ -277,6 +277,8 @@ def _bracketed(text: str, nesting: int) -> Form | None:
     except Unreadable:
         return None  # (1+x)(2+x): the first bracket closes before the end
     kind = _SHAPES[opening] + _ENDS[ending]
+    if ("{" in kind) != ("}" in kind):
+        return None
     if kind == "{}":
         if found := _BUILT.fullmatch(inside):  # {x | x < 3}
             return _read(found[1], nesting + 1)

@@ -21,6 +21,7 @@ _UNICODE = {
     "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ",
     "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "′": "'", "’": "'", "“": '"', "”": '"',
     "€": r"\euro ", "£": r"\pound ", "¥": r"\yen ", "₹": r"\rupee ", "¢": r"\text{cent}", "、": ",", "。": ".",
+    "\N{ZERO WIDTH SPACE}": "", "\N{WORD JOINER}": "", "\N{ZERO WIDTH NO-BREAK SPACE}": "",
     "\N{NO-BREAK SPACE}": " ", "\N{NARROW NO-BREAK SPACE}": " ", "\N{THIN SPACE}": " ",
 } | {sign: rf"\{name} " for sign, name in GREEK_LETTERS.items()}  # fmt: skip
 _PARTS = {sign: normalize("NFKC", sign).split("\N{FRACTION SLASH}") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
@@ -36,7 +37,10 @@ _FONTS = r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|m
 _REPLACEMENTS = [
     # sizes and limits have no meaning: \left( becomes (; a row of a matrix ends with \row
     (r"\\(?:left|right|middle)\s*\.(?!\d)", " "),
-    (rf"\\(?:m?left|m?right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}", " "),
+    (
+        rf"\\(?:m?left|m?right|middle|[Bb]igg?[lrm]?|[lL]arge|LARGE|[hH]uge|displaystyle|textstyle|(?:no)?limits){_END}",
+        " ",
+    ),
     (r"\\\\(?:\[[^\[\]]*\])?", r"\\row "),
     # currencies, and a sign in words: USD 5 becomes \dollar 5, minus 5 becomes -5
     (r"\\\$", r"\\dollar "),
@@ -67,6 +71,7 @@ _REPLACEMENTS = [
     # other ways to write a product, a binomial, a modulus, a percentage, a prime: {n \choose k} becomes \binom{n}{k}
     (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
     (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     (r"\(?\s*\\[pb]?mod(?![A-Za-z])\s*\{?\s*(\w+)\s*\}?\s*\)?", r" \\mod \1"),
     (r"\\%", "%"),
     (r"\^\s*(?:\\prime(?![A-Za-z])|\{\s*\\prime\s*\})", "'"),
@@ -137,7 +142,9 @@ def plain(text: str) -> str:
     for pattern, replacement in _COMPILED_REPLACEMENTS:
         text = pattern.sub(replacement, text)
     while (found := _BOXED.search(text)) and (end := closing(text, found.end())) >= 0:
-        text = f"{text[: found.start()]} {text[found.end() + 1 : end]} {text[end + 1 :]}"
+        rest = text[end + 1 :]
+        comma = "," if _BOXED.match(rest.lstrip()) else ""  # two boxes are two answers, and no product
+        text = f"{text[: found.start()]} {text[found.end() + 1 : end]}{comma} {rest}"
     text = _without_wrapping(" ".join(text.split()))
     return _without_wrapping(_without_lead_in(text))
 

@@ -24,7 +24,8 @@ ALIASES = {
     "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh", "cosec": "csc", "tg": "tan", "ctg": "cot",
     "ceiling": "ceil", "inf": "infty", "infinity": "infty", "oo": "infty",
 }  # fmt: skip
-_NO_PRODUCTS = ("not", "no", "nor", "or", "and", "but", "for", "the", "all", "any", "non", "out", "per", "one", "two")
+_NO_PRODUCTS = ("not", "no", "nor", "or", "and", "but", "for", "the", "all", "any", "non", "out", "per", "one", "two",
+                "to", "vs", "if")  # fmt: skip
 _TOKEN = re.compile(
     r"(?P<repeating>\d*\.\d*\\overline\s*\{\d+\})"
     r"|(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"

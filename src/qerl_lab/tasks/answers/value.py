@@ -8,7 +8,7 @@ import functools
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -62,6 +62,19 @@ def value(node: Node, at: Point) -> Value:
         raise Unreadable(node.name) from error
 
 
+def exact_values(nodes: Iterable[Node], variables: frozenset[str], draw: int) -> list[Fraction] | None:
+    """Return the values of `nodes` at a point of small rational numbers, of which each `draw` from 0 gives another.
+
+    Returns None unless all of these values are defined, rational and not too large.
+    """
+    at = {name: Fraction(2 * n + 3, draw + 1) for n, name in enumerate(sorted(variables))}
+    try:
+        found = [value(node, at) for node in nodes]
+    except Unreadable:
+        return None
+    return found if all(isinstance(number, Fraction) for number in found) else None
+
+
 def close(left: Value, right: Value) -> bool:
     """Tell whether two values are equal: exactly if both are rational, else to 40 digits."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
@@ -70,6 +83,13 @@ def close(left: Value, right: Value) -> bool:
     if _CTX.isinf(left) or _CTX.isinf(right):
         return bool(left == right)
     return bool(abs(left - right) <= max(_CLOSE * max(abs(left), abs(right)), _ZERO))
+
+
+def is_less(left: Value, right: Value) -> bool:
+    """Tell whether `left` is less than `right`, exactly if both are rational; both must be real."""
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return left < right
+    return bool(to_mpmath(left) < to_mpmath(right))
 
 
 def is_real(given: Value) -> bool:
