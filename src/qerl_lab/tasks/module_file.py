@@ -164,7 +164,7 @@ def _checked_grade(
 
     where = f"task.module={module}: grade(texts, questions)"
     try:
-        given = function(texts, questions)
+        given = function([*texts], [*questions])  # copies, because the caller uses its lists again
     except (Exception, SystemExit) as error:  # the user's code can raise anything
         raise GraderFailed(f"{where} raised {_describe_error(error, module)}.") from error
     required = {"format", "answer", *(weighted if are_required else ())}
@@ -178,8 +178,8 @@ def _checked_grade(
     for part, values in given.items():
         asked = f"{where} must return in {part!r} a score from 0 to 1 for each of the texts, here {len(texts)}"
         try:
-            scores[part] = np.asarray(values, np.float64)
-        except (TypeError, ValueError):
+            scores[part] = np.asarray(values, np.float64).copy()  # the function may write to its array in a later call
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor that needs a gradient
             scores[part] = np.array(np.nan)
         if scores[part].shape != (len(texts),):
             raise ConfigError(f"{asked}, and returned {reprlib.repr(values)}.")

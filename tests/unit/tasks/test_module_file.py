@@ -181,6 +181,8 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
     ("{'format': iter(int, 1), 'answer': [1.0]}", "here 1, and returned <callable_it"),
     ("{'format': (1 / 0 for _ in texts), 'answer': [1.0]}", "here 1, and returned <generator ob"),
     ("{'format': 1.0, 'answer': [1.0]}", "here 1, and returned 1.0."),
+    ("{'format': [10**400], 'answer': [1.0]}", "here 1, and returned [1000"),
+    ("{'format': __import__('torch').ones(1, requires_grad=True), 'answer': [1.0]}", "here 1, and returned tensor("),
 ])  # fmt: skip
 def test_a_grade_that_breaks_the_contract_is_refused(tmp_path: Path, returned: str, said: str) -> None:
     task = load(tmp_path, f"def grade(texts, questions): return {returned}")
@@ -228,6 +230,23 @@ def test_a_grade_may_return_the_parts_that_the_task_weighs(tmp_path: Path, tests
 def test_scores_may_be_lists(tmp_path: Path) -> None:
     scores = load(tmp_path, "def grade(texts, questions): return {'format': [True], 'answer': [0]}").grade(["a"], [])
     assert all(values.dtype == np.float64 for values in scores.values())
+
+
+def test_a_grade_changes_neither_the_texts_nor_scores_that_it_returned(tmp_path: Path) -> None:
+    text = """
+import numpy as np
+kept = np.zeros(2)
+
+def grade(texts, questions):
+    kept[:] = [text == "a" for text in texts]
+    texts.sort()
+    questions.pop()
+    return {"format": kept, "answer": kept}
+"""
+    task, texts, questions = load(tmp_path, text), ["b", "a"], [Question("1", "?", "1"), Question("2", "?", "2")]
+    first = task.grade(texts, questions)
+    task.grade(["a", "b"], [*questions])
+    assert (first["answer"].tolist(), texts, len(questions)) == ([0.0, 1.0], ["b", "a"], 2)
 
 
 # --- the arm
