@@ -35,8 +35,8 @@ _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10*
 # Words after a number that change its value, or make it none.
 _CHANGING = """
 or and not no nor never maybe perhaps wrong incorrect false guess but except if unless than when about between under
-below half halves third thirds fourths fifths tenth tenths hundredths quarter quarters twice double triple plus minus
-negative times by to from least most percent mod base am pm pi ln e i is are equals out
+below half halves third thirds fourths fifths tens tenth tenths hundredths quarter quarters twice double triple plus
+minus negative times by to from least most percent mod base am pm pi ln e i is are equals out
 """
 _CHANGES = frozenset(_CHANGING.split())
 
@@ -130,8 +130,9 @@ def _read_words(body: str, words: str, money: str) -> Quantity | None:
     """
     parts = re.sub(r"\s+\^\s*", "^", words).replace(".", " ").replace("/", " / ").split()
     scale = 1
-    while parts and parts[0].lower() in _SCALES:
-        scale *= _SCALES[parts.pop(0).lower()]
+    while parts and (word := parts[0].lower().removesuffix("s")) in _SCALES:  # also "millions"
+        scale *= _SCALES[word]
+        parts.pop(0)
     if parts[:1] in (["squared"], ["cubed"]) or any(part.lower() in _CHANGES for part in parts):
         return None
     if parts and parts[0] not in (*_ORDINALS, "a", "an", "per", "/"):  # green apples, eggs per day

@@ -222,11 +222,14 @@ def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Fo
     r"""Parse an equation or inequality. `sides` are the texts between the `signs` of `text`.
 
     `x = 5`, `5 = x` and `x \in A` become Named, `= 5` becomes the value alone, other texts a Relation. In `a \approx b`
-    only a is parsed, or only b if a is a name or blank. A last `\approx b` after other signs is dropped.
+    only a counts, or only b if a is a name or blank. A last `\approx b` after other signs is dropped. b must be
+    readable, and no words.
     """
     signs = [_SIGNS.get(sign, sign) for sign in signs]
     if signs[0] == r"\in" and len(signs) == 1:
         return Named(_name(sides[0]), _read(sides[1], nesting + 1))
+    if signs[-1] == r"\approx" and isinstance(_read(sides[-1], nesting + 1), Words):
+        raise Unreadable(sides[-1])
     if len(signs) > 1 and signs[-1] == r"\approx":  # x = 5\sqrt{2} \approx 7.07
         sides, signs = sides[:-1], signs[:-1]
     if signs == [r"\approx"]:

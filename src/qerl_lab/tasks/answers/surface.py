@@ -120,7 +120,8 @@ _EMPHASIS = re.compile(
     r"(?:^|(?<=[,;] )|(?<=\band )|(?<=\bor ))(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])"
 )
 _DOUBTS = re.compile(
-    r"\b(?:not|never|no|nor|or|and|isn't|aren't|but|except|either|neither|about|around|almost|nearly|less|more|fewer|"
+    r"\b(?:not|never|no|nor|or|and|\w+n't|cannot|nobody|nothing|none|hardly|excluding|"
+    r"but|except|either|neither|about|around|almost|nearly|less|more|fewer|"
     r"greater|least|most|over|under|between|half|twice|double|triple|negative|minus|if|unless|maybe|perhaps|than|"
     r"wrong|incorrect|false)\b",
     re.IGNORECASE,
