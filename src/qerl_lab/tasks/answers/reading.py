@@ -11,7 +11,7 @@ from functools import lru_cache
 from qerl_lab.tasks.answers.expression import Node, Num, Op, Sym, read_expression
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
 from qerl_lab.tasks.answers.quantity import quantity
-from qerl_lab.tasks.answers.surface import compact
+from qerl_lab.tasks.answers.surface import DOUBTS, compact
 from qerl_lab.tasks.answers.tokens import FUNCTIONS, GREEK, Unreadable
 
 MAX_PARTS, MAX_NESTING = 64, 8
@@ -254,7 +254,9 @@ def _sides(texts: Iterable[str]) -> tuple[Node, ...]:
 
 
 def _is_name(text: str) -> bool:
-    """Tell whether a text can name a value: `x`, `f(x)`, `Area`, but no constant such as `e`."""
+    """Tell whether a text can name a value: `x`, `f(x)`, `Area`, but neither a constant such as `e` nor "wrong"."""
+    if any(not found[0].isupper() for found in DOUBTS.finditer(text)):  # OR and NO may be segments
+        return False
     return _NAME.fullmatch(text.strip()) is not None and text.strip() not in ("e", "i", r"\pi")
 
 

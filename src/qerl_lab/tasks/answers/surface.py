@@ -119,7 +119,7 @@ _ORNAMENT = re.compile(rf"^(?:[{_ORNAMENTS}]|#{{1,6}}\s)\s*|\s*[{_ORNAMENTS}]$")
 _EMPHASIS = re.compile(
     r"(?:^|(?<=[,;] )|(?<=\band )|(?<=\bor ))(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])"
 )
-_DOUBTS = re.compile(
+DOUBTS = re.compile(
     r"\b(?:not|never|no|nor|or|and|\w+n't|cannot|nobody|nothing|none|hardly|excluding|"
     r"but|except|either|neither|about|around|almost|nearly|less|more|fewer|"
     r"greater|least|most|over|under|between|half|twice|double|triple|negative|minus|if|unless|maybe|perhaps|than|"
@@ -187,13 +187,13 @@ def _without_lead_in(text: str) -> str:
     """Remove words that introduce an answer: "The answer is 5", "Total cost: 5" and "Tom has 5" all become "5".
 
     Also removes "is the answer" at the end. A label such as "Total cost:" or words such as "Tom has" stay if they
-    contain the name of a function or a word of _DOUBTS such as "not", or if no digit or backslash follows them.
+    contain the name of a function or a word of DOUBTS such as "not", or if no digit or backslash follows them.
     """
     text = _LEAD_OUT.sub("", text)
     if found := _LEAD_IN.match(text):
         return text[found.end() :]
     found = _LABEL.match(text) or _SENTENCE.match(text)
-    if not found or _DOUBTS.search(found[0]) or not re.search(r"\d|\\", text[found.end() :]):
+    if not found or DOUBTS.search(found[0]) or not re.search(r"\d|\\", text[found.end() :]):
         return text
     is_mathematics = not FUNCTIONS.isdisjoint(re.findall("[a-z]+", found[0].lower()))  # sin x = 0.5
     return text if is_mathematics else text[found.end() :]
