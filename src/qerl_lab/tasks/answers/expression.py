@@ -158,7 +158,7 @@ class _Reader:
         """Tell whether the next token begins a factor that is multiplied without a sign, such as `y` in `xy`.
 
         A number does so only behind a letter, `!`, `)` or pi, and behind an exponent that surely ends before the
-        number, as in `2^{6}3` and `2^6 3^5`. So `2 3` is no product.
+        number, as in `2^{6}3` and `2^6 3^5`. So `2 3` and `{2}{3}` are no products.
         """
         token = self.next
         if token.kind in ("number", "repeating"):
@@ -166,6 +166,8 @@ class _Reader:
             is_raised = token.spaced and self.tokens[self.at + 1].text == "^"
             after_exponent = self.raised_at == self.at and (before.text == "}" or is_raised)  # 2^6 3^5
             return before.kind == "letter" or before.text in _BEFORE_NUMBER or after_exponent
+        if token.text == "{" and self.tokens[self.at + 1].kind == "number":  # TeX prints {5}{6} as 56
+            return self.tokens[self.at - 1].kind != "number" and self.tokens[self.at - 1].text != "}"
         if token.kind == "sign":
             return token.text in "([{" or (token.text == "|" and not self.bars)
         if token.kind == "macro":
