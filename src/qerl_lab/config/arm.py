@@ -37,7 +37,9 @@ ADDED: Mapping[str, Any] = {
     "rollout.vllm.share_base": False,
     "format.activations": "auto",
     "rollout.vllm_server.overlap": False,
+    "rollout.vllm_server.tensor_parallel": 1,
 }
+ADDED_BESIDE_ARMS = ("eval.samples_before",)  # likewise, keys that define no arm; older runs had the schema's default
 # Keys deleted after runs were recorded. They are ignored in records; none of the runs that are kept used them.
 REMOVED = (
     "task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests", "rollout.vllm.sleep",

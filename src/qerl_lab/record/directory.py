@@ -254,15 +254,17 @@ class RunDirectory:
         except ConfigError as error:
             wrong = str(error).partition(" Type ")[0]  # the rest says what to type, which cannot change a run
             raise ConfigError(
-                f"{path}: {wrong} It was edited, or another version of the lab wrote it. {PUT_BACK}"
+                f"{path}: {wrong} It was edited, or another version of the lab wrote it. {PUT_BACK}{self._began_with()}"
             ) from None
-        known = {*dict(arm.flatten(values)), *arm.OF_SWEEPS, *arm.ADDED, *arm.PREREGISTRATION, "model.hash"}
+        known = {*dict(arm.flatten(values)), *arm.OF_SWEEPS, *arm.PREREGISTRATION, "model.hash"}
+        known |= {*arm.ADDED, *arm.ADDED_BESIDE_ARMS}
         lacking = [
             name for name in arm.values_of(RunConfig()) if name not in known and not name.startswith("tracking.")
         ]
         if lacking:
             raise ConfigError(
-                f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {PUT_BACK}"
+                f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. "
+                f"{PUT_BACK}{self._began_with()}"
             )
         if cfg.task.module is not None and cfg.task.module_hash is None:  # else any file could run as this user
             raise ConfigError(
@@ -372,14 +374,21 @@ class RunDirectory:
         for role in ("training", "heldout"):
             count, digest = f"{role}_questions", f"{role}_sha256"
             if digest in then and then[digest] != data[digest]:
-                sha, remedy = began.get("git_sha"), ""
-                if sha not in (None, "unknown", environment.git_state()[0]):
-                    remedy = f", resume with commit {sha[:8]} of the lab, which began it"
                 raise ConfigError(
                     f"the {role} questions have changed since the run began: now {data[count]:,} with SHA-256 "
                     f"{data[digest][:12]}, at the start {then[count]:,} with {then[digest][:12]}. "
-                    f"Put the data back as it was{remedy}, or start a new run."
+                    f"Put the data back as it was, or start a new run.{self._began_with()}"
                 )
+
+    def _began_with(self) -> str:
+        """Return a sentence that names the commit of the lab which began the run.
+
+        Empty if this is the present commit, or if the commit is not known.
+        """
+        sha = self.environment().get("git_sha")
+        if sha in (None, "unknown", environment.git_state()[0]):
+            return ""
+        return f" Commit {sha[:8]} of the lab began the run: with it the run can be resumed."
 
     def refuse_other_device(self, device: str) -> None:
         """Raise ConfigError if the run started on another device than `device`, which is `cpu` or `cuda`."""

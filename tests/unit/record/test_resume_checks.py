@@ -21,6 +21,8 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand, git_state
 from qerl_lab.system.exits import INTERRUPTED
 
+RECORD = Path(__file__).parents[2] / "data" / "record"
+
 
 def save(run_dir: Path, step: int, cfg: RunConfig) -> Path:
     state = {"step": step, "prompts_seen": step, "config": settings_of_run(cfg)}
@@ -83,11 +85,11 @@ def test_other_questions_than_a_run_began_with_are_refused(run_dir: Path, role: 
     ):
         run.refuse_other_data(changed)
     (run_dir / "env.json").write_text(json.dumps(run.environment() | {"git_sha": "c0ffee0123456789"}))
-    with pytest.raises(ConfigError, match="as it was, resume with commit c0ffee01 of the lab, which began it, or st"):
+    with pytest.raises(ConfigError, match=r"a new run\. Commit c0ffee01 of the lab began the run: with it the"):
         run.refuse_other_data(changed)
     for sha in (None, "unknown", git_state()[0]):  # unknown: a package without a repository
         (run_dir / "env.json").write_text(json.dumps(run.environment() | {"git_sha": sha}))
-        with pytest.raises(ConfigError, match=r"Put the data back as it was, or start a new run\."):
+        with pytest.raises(ConfigError, match=r"Put the data back as it was, or start a new run\.$"):
             run.refuse_other_data(changed)
 
 
@@ -118,6 +120,23 @@ def test_a_run_from_before_a_key_was_added_or_deleted_resumes_in_the_same_arm(ru
     edit(run_dir, lambda values: values["rollout"]["vllm"].update(share_base=True))
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.share_base=true \(was false\)"):
         younger.starting_point()
+
+
+@pytest.mark.parametrize("record", sorted(path.name for path in RECORD.iterdir()))
+def test_a_configuration_that_was_recorded_on_23_november_can_be_read(record: str) -> None:
+    """A key added since must be in `ADDED`, else all older runs are refused."""
+    assert RunDirectory(RECORD / record).config().steps == 50
+
+
+@pytest.mark.parametrize("change", [
+    lambda values: values.pop("seed"), lambda values: values.update(later_key=1),
+])  # fmt: skip
+def test_a_configuration_of_another_version_is_refused_with_the_commit_that_began_the_run(
+    run_dir: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    (run_dir / "env.json").write_text(json.dumps({"git_sha": "c0ffee0123456789"}))
+    with pytest.raises(ConfigError, match=r"or start a new run\. Commit c0ffee01 of the lab began the run"):
+        edit(run_dir, change)
 
 
 @pytest.mark.parametrize("known", ["a" * 12, None])
