@@ -227,9 +227,10 @@ def _refuse_misnamed_files(config: RunConfig, choices: Mapping[str, str | None])
 def _refuse_mislabelled_experiment(
     config: RunConfig, typed: Mapping[str, str], cfg: DictConfig, loader: ConfigLoader
 ) -> None:
-    """Raise ConfigError if a typed override changes what experiment=NAME means, because the run would keep that name.
+    """Refuse a typed override that changes what experiment=NAME means, because the run would keep that name.
 
     `config` is the job's configuration, `cfg` the same as Hydra composed it. `typed` maps typed keys to their values.
+    Raises ConfigError.
     """
     own_keys = {key for key in config.differs_in if TYPES[key] not in NUMBERS}
     arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(own_keys | _experiment_keys())

@@ -58,9 +58,9 @@ def require_dense(folder: Path, setting: str, why: str) -> None:
 
 
 def fitting_attention(config: PretrainedConfig) -> str:
-    """Return "sdpa", or "eager" for a model that caps its attention logits (Gemma 2).
+    """Choose the attention for a model: "sdpa", or "eager" if it caps its attention logits (Gemma 2).
 
-    sdpa has no cap, and transformers before 5.21 leaves it out without a word.
+    sdpa cannot compute the cap, and transformers before 5.21 leaves it out without a word.
     """
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
 
@@ -69,7 +69,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "
     """Create a causal LM of transformers on the meta device, in eval mode: it has shapes and `dtype`, but no memory.
 
     Removes quantization_config from `config`, because libraries would otherwise treat the model as quantized by them.
-    `attention` is model.attention; sdpa becomes `fitting_attention`.
+    `attention` is model.attention; for "sdpa" `fitting_attention` chooses.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config

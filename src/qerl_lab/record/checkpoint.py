@@ -103,7 +103,7 @@ def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of `step` in `folder`, the run's `checkpoints/`."""
+    """Return where `save` writes the checkpoint of a step: `step-000012` in `folder`, the run's `checkpoints/`."""
     return folder / f"step-{step:06d}"
 
 

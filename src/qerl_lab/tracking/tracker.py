@@ -83,11 +83,9 @@ class Follower:
 class Tracker:
     """Append a run's metrics to metrics.jsonl, and mirror the record to the stores that `cfg.tracking` turns on.
 
-    Use it as a context manager: an error in the block ends the runs in the stores as FAILED, with the reason, unless
-    the run is done.
-    `parts` names the parts of the reward, each of which has a metric. Metrics and samples of steps after `last_step`
-    are deleted, because a resumed run trains these steps again. Write env.json first: the MLflow tags contain values
-    from it.
+    Use it as a context manager. `parts` names the parts of the reward, each of which has a metric. Metrics and samples
+    of steps after `last_step` are deleted, because a resumed run trains these steps again. Write env.json first: the
+    MLflow tags contain values from it.
     """
 
     def __init__(
@@ -114,6 +112,7 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """After an error in the block, end the stores' runs as FAILED, with the reason, unless the run is done."""
         if error is not None and self._directory.status != "done":
             self.finish("FAILED", {"reason": redact(f"{type(error).__name__}: {first_line(error)}")})
 

@@ -47,9 +47,9 @@ def is_equal(given: str, known: str) -> bool | None:
 
 
 def _with_signs(text: str) -> str:
-    r"""Write `\cdot` between factors that could be read as a mixed number, such as 2(3).
+    r"""Insert `\cdot` between factors that math-verify could read as a mixed number: `2(3)` becomes `2\cdot (3)`.
 
-    Returns "" for a text that would be read wrongly all the same: `2 3`, `(2)3`, `3_9`, and one with a letter in both
+    Returns "" if math-verify would misread the text all the same, as it does `2 3`, `(2)3`, `3_9`, and a letter in both
     cases.
     """
     letters = _letters(text)

@@ -63,9 +63,9 @@ def value(node: Node, at: Point) -> Value:
 
 
 def exact_values(nodes: Iterable[Node], variables: frozenset[str], draw: int) -> list[Fraction] | None:
-    """Return the values of `nodes` at a point of small rational numbers, of which each `draw` from 0 gives another.
+    """Compute `nodes` exactly at a point of small rational numbers; each `draw`, from 0, is another point.
 
-    Returns None unless all of these values are defined, rational and not too large.
+    Returns None if a value is undefined, too large or not rational.
     """
     at = {name: Fraction(2 * n + 3, draw + 1) for n, name in enumerate(sorted(variables))}
     try:
@@ -86,7 +86,7 @@ def close(left: Value, right: Value) -> bool:
 
 
 def is_less(left: Value, right: Value) -> bool:
-    """Tell whether `left` is less than `right`, exactly if both are rational; both must be real."""
+    """Tell whether the real number `left` is less than `right`: exactly if both are rational, else to 100 digits."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left < right
     return bool(to_mpmath(left) < to_mpmath(right))
