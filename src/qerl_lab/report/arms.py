@@ -4,7 +4,6 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 
 import pandas as pd
 
@@ -103,27 +102,28 @@ def drop_copies(runs: Sequence[Run]) -> list[Run]:
 def count_overlaps(runs: Sequence[Run]) -> list[Run]:
     """Return the runs with `at_once` set: the largest number of runs at one time on the machine, the run included.
 
-    `at_once` is the larger of two numbers: overlaps by start and end times, and the N of jobs=N or jobs_per_gpu=N in
-    the command of the run or its sweep file. Two runs share a machine if they share a GPU or, without GPUs, a host.
-    Older records name only the kind of machine. Then only N counts if there is one; otherwise all machines of one kind
-    count as one machine.
+    `at_once` is the larger of two numbers: overlaps by the times at which the runs worked (`Run.worked`), and the N of
+    jobs=N or jobs_per_gpu=N in the command of the run or its sweep file. Two runs share a machine if they share a GPU
+    or, without GPUs, a host. Older records name only the kind of machine. Then only N counts if there is one; otherwise
+    all machines of one kind count as one machine.
     """
-    spans, allowed = [], []
+    places, allowed = list[set[str]](), list[int]()
     for run in runs:
         option = "jobs" if run.value("device") == "cpu" else "jobs_per_gpu"
         options = re.findall(rf"\b{option}=(\d+)", f"{run.origin.command} {run.origin.configured}")
-        places = set(run.origin.place.split())
-        if not places and not options and run.origin.machine:  # an older record
-            places = {run.origin.machine}
-        begin = datetime.fromisoformat(run.origin.began).timestamp() if run.origin.began else run.ended
-        spans.append((begin, run.ended - 1, places))  # - 1: starts are recorded in whole seconds, rounded down
+        known = set(run.origin.place.split())
+        if not known and not options and run.origin.machine:  # an older record
+            known = {run.origin.machine}
+        places.append(known)
         allowed.append(max(map(int, options), default=1))
-    counted = []
-    for run, most_allowed, (begin, end, places) in zip(runs, allowed, spans, strict=True):
-        beside = [(first, last) for first, last, at in spans if first < end and begin < last and places & at]
-        moments = [max(begin, first) for first, _ in beside]
-        most = max((sum(first <= moment < last for first, last in beside) for moment in moments), default=1)
-        counted.append(replace(run, at_once=max(most, most_allowed, 1)))
+    worked, counted = [run.worked() for run in runs], list[Run]()
+    for number, run in enumerate(runs):
+        here = [span for spans, at in zip(worked, places, strict=True) if places[number] & at for span in spans]
+        moments = [
+            max(begin, first) for begin, end in worked[number] for first, last in here if first < end and begin < last
+        ]
+        most = max((sum(first <= moment < last for first, last in here) for moment in moments), default=1)
+        counted.append(replace(run, at_once=max(most, allowed[number])))
     return counted
 
 

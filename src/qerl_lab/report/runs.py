@@ -4,6 +4,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ class Origin:
     versions: Mapping[str, str] = field(default_factory=dict)
     training_sha256: str = ""  # of the training questions
     heldout_sha256: str = ""  # of the held-out questions; older records lack it
+    pauses: str = ""  # between sessions: START-END in Unix seconds, separated by blanks; older records lack them
     place: str = ""  # UUIDs of the GPUs or, without a GPU, hosts; separated by blanks; older records lack it
     claims_sha256: str = ""  # of the claims file that the run was made to test (`preregistration`)
 
@@ -84,6 +87,16 @@ class Run:
         Older results lack both keys.
         """
         return dict(word.split("=", 1) for word in self.origin.configured.split())
+
+    def worked(self) -> list[tuple[float, float]]:
+        """Return (begin, end) of each session in Unix seconds; a start that is not recorded counts as `ended`.
+
+        Each ends a second early, because starts are recorded in whole seconds, rounded down.
+        """
+        begin = datetime.fromisoformat(self.origin.began).timestamp() if self.origin.began else self.ended
+        pauses = [tuple(map(float, pause.split("-"))) for pause in self.origin.pauses.split()]
+        begins, ends = [begin, *(end for _, end in pauses)], [*(start for start, _ in pauses), self.ended]
+        return [(begin, end - 1) for begin, end in zip(begins, ends, strict=True)]
 
     def value(self, key: str) -> str:
         """Return the setting `key` as text, or `ABSENT` if the run's record (of another version, say) lacks the key."""
@@ -183,6 +196,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
         versions={name: text for session in sessions[::-1] for name, text in session.get("packages", {}).items()},
         training_sha256=data.get("training_sha256") or "",
         heldout_sha256=data.get("heldout_sha256") or "",
+        pauses=" ".join(f"{end:.0f}-{start:.0f}" for (_, end), (start, _) in pairwise(directory.sessions())),
         place=" ".join(dict.fromkeys(gpus or [session.get("host", "") for session in sessions])).strip(),
         claims_sha256=values.get("preregistration_sha256", "None").replace("None", ""),
     )

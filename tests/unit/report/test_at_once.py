@@ -20,12 +20,13 @@ PLAIN = "python -m qerl_lab"
 
 def ran(
     begin: float | None, end: float, place: str = "GPU-1", machine: str = "NVIDIA H200", command: str = PLAIN,
-    device: str = "cuda",
+    device: str = "cuda", pauses: tuple[tuple[float, float], ...] = (),
 ) -> Run:  # fmt: skip
     """Return a run from `begin` to `end`, in seconds after noon. `begin=None`: it did not record its start."""
     one = record({"device": device}, 0, 0.3)
     began = "" if begin is None else datetime.fromtimestamp(NOON + begin, UTC).isoformat(timespec="seconds")
-    origin = Origin(command=command, began=began, place=place, machine=machine)
+    between = " ".join(f"{NOON + start:.0f}-{NOON + stop:.0f}" for start, stop in pauses)
+    origin = Origin(command=command, began=began, pauses=between, place=place, machine=machine)
     return replace(one, ended=NOON + end, origin=origin)
 
 
@@ -44,6 +45,10 @@ SWEEP = f"{PLAIN} +sweeps=weight_formats"
     ([ran(0, 100.4), ran(100, 200), ran(300, 400)], [1, 1, 1]),  # starts are noted in whole seconds
     ([ran(0, 100), ran(98, 200)], [2, 2]),
     ([ran(None, 100), ran(0, 100)], [1, 1]),
+    # a run takes no machine while it is paused
+    ([ran(0, 500, pauses=((100, 200), (300, 400))), ran(100, 200), ran(300, 400)], [1, 1, 1]),
+    ([ran(0, 500, pauses=((100, 200), (300, 400))), ran(150, 250), ran(160, 190)], [2, 2, 2]),
+    ([ran(0, 500, pauses=((100, 200),)), ran(0, 500, pauses=((150, 250),)), ran(110, 140)], [2, 2, 2]),
     ([ran(0, 100, "GPU-1"), ran(0, 100, "GPU-2")], [1, 1]),
     ([ran(0, 100, "GPU-1 GPU-2"), ran(0, 100, "GPU-2")], [2, 2]),
     # older records name no GPU: runs of single commands share a machine if the descriptions are equal
@@ -127,3 +132,21 @@ def test_a_resumed_run_counts_on_the_gpus_of_all_its_sessions(here: Path) -> Non
     for run, file in ((resumed, "env.2.json"), (other, "env.json")):
         begun(run, gpu="GPU-2", file=file)
     assert [run.at_once for run in comparison.read([here / "sweep"]).runs] == [2, 2]
+
+
+def test_the_pauses_of_a_resumed_run_are_read_and_stored(here: Path) -> None:
+    """A third run on the card, in the pause of the first, ran alone; the second ran beside the first's second session.
+
+    Times are of 1 January 2020, which began at 1577836800.
+    """
+    midnight = 1577836800
+    for number, (second, ended) in enumerate(((0, 60), (45, 50), (10, 30))):
+        run = make_run(here / "sweep" / str(number), "bf16", number, ended=midnight + ended)
+        about = {"time": f"2020-01-01T00:00:{second:02}+0000", "gpus": [{"uuid": "GPU-1", "name": "H200"}]}
+        (run / "env.json").write_text(json.dumps(about))
+    sessions = [[midnight, midnight + 9.8], [midnight + 40.2, midnight + 60]]
+    (here / "sweep" / "0" / "sessions.json").write_text(json.dumps(sessions))
+    save_results("sweep", "results")
+    for folder in ("sweep", "results"):
+        runs = sorted(comparison.read([here / folder]).runs, key=lambda run: run.seed)
+        assert [run.at_once for run in runs] == [2, 2, 1]
