@@ -29,8 +29,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pandas as pd
-
 from qerl_lab.cli.grammar import Command, main_of
 from qerl_lab.cli.launch import handle_stop_signals
 from qerl_lab.cli.scheduler import GpuPool
@@ -437,6 +435,8 @@ class Machine:
 
 def _drop_texts(run: RunDirectory) -> None:
     """Drop the texts of completions from the files of the run's evaluations, so that its pack is small."""
+    import pandas as pd  # imported here, because it takes a quarter of a second
+
     for file in run.path.glob("evaluations/*/eval.parquet"):
         pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
 

@@ -28,12 +28,13 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.fields import LIST, NUMBER, SWITCH, TEXT, TEXTS, WHOLES, check_fields, parse_number
 from qerl_lab.config.keys import FIELDS
@@ -259,18 +260,22 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
     """
     runs = []
     for line in part.lines:
-        grid = join_overrides(
-            words, split_words(line, f"part {part.name}, line `{line}`"), extra, [f"seed={part.seeds[0]}"]
-        )
+        where = f"part {part.name}, line `{line}`"
         try:
-            jobs = make_plan(grid, multirun=True).jobs
-            check_bounds("seeds", FIELDS["seed"].metadata, list(part.seeds))  # the plan has the first alone
+            jobs = _compose(*join_overrides(words, split_words(line, where), extra, ["seed=0"]))
+            check_bounds("seeds", FIELDS["seed"].metadata, list(part.seeds))  # the jobs have another
         except ConfigError as error:
-            raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
+            raise ConfigError(f"{where}: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):
             config, of_seed = replace(job.config, seed=seed), tuple(join_overrides(job.overrides, [f"seed={seed}"]))
             runs.append(Planned(key_of(config), [part], of_seed, config))
     return sorted(runs, key=lambda run: run.config.seed)
+
+
+@cache  # parts may have the same lines with other seeds, and a job takes Hydra 0.1 s
+def _compose(*overrides: str) -> Sequence[Job]:
+    """Compose and check the jobs of a grid, as `make_plan` does. Raises ConfigError if one is not allowed."""
+    return make_plan(overrides, multirun=True).jobs
 
 
 def join_overrides(*words: Sequence[str]) -> list[str]:

@@ -2,18 +2,18 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from qerl_lab.cli.compose import Plan, make_plan
 from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import queue_file
 from qerl_lab.tools.queue import PlanOptions, plan
 from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Planned, Queue
-
-pytestmark = pytest.mark.usefixtures("composed_once")
 
 FILE = Path(__file__).parents[3] / "results" / "qwen1_5b" / "queue.yaml"
 TWO_PARTS = """
@@ -80,6 +80,22 @@ def test_a_run_that_two_parts_list_is_made_once_and_evaluated_for_both(
     printed = capsys.readouterr().out
     assert "schedules  2     0     2     10.0       0.3" in printed
     assert [line[-1] for line in printed.splitlines() if line.startswith("python")] == ["1", "2"]
+
+
+def test_a_line_that_several_parts_list_is_composed_once_for_all_their_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids = list[str]()
+
+    def compose(overrides: Sequence[str], multirun: bool) -> Plan:
+        grids.append(" ".join(overrides))
+        return make_plan(overrides, multirun)
+
+    monkeypatch.setattr(queue_file, "make_plan", compose)
+    (tmp_path / "queue.yaml").write_text(SHARED.replace("scale=pocket", "scale=pocket, steps=17"))
+    runs = queue_file.read(tmp_path / "queue.yaml").runs
+    assert grids == ["scale=pocket steps=17 +experiment=bf16 seed=0"]
+    assert [(one.config.seed, one.words[-1]) for one in runs] == [(seed, f"seed={seed}") for seed in range(3)]
 
 
 def test_a_run_of_a_pilot_and_of_a_preregistered_part_is_refused(tmp_path: Path) -> None:

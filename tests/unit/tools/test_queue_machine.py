@@ -29,7 +29,6 @@ from qerl_lab.tools.queue import CollectOptions, Machine, RunOptions, collect, r
 from qerl_lab.tools.queue_file import DONE, FAILED, Planned, read_ledger, write_ledger
 from waiting import wait_for
 
-pytestmark = pytest.mark.usefixtures("composed_once")
 MERGE = command._merge  # `lab` replaces it
 
 
