@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "bench": "config system formats model record report aqn tasks rollout quantize train",
     # the command line, which reaches the core only by starting a process
     "cli": "config system record tracking model tasks report preflight",
-    "tools": "cli config system model record rollout tasks",
+    "tools": "cli config evaluate system model record rollout tasks",
     "__main__": "system cli",
 }  # fmt: skip
 COMMANDS = "cli system"  # what a file that is a command may import besides

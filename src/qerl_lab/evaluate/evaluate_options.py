@@ -85,6 +85,15 @@ class AccuracyOptions:
 
 def check_accuracy(options: AccuracyOptions) -> None:
     """Raise ConfigError at the first invalid combination of options, or if the run or model does not exist."""
+    check_combination(options)
+    if options.run:
+        requested_run(options)
+    else:
+        check_model(options.model)
+
+
+def check_combination(options: AccuracyOptions) -> None:
+    """Raise ConfigError at the first invalid combination of options. Looks for no run, model or benchmark."""
     run, model = options.run, options.model
     if bool(run) == bool(model):
         given = f"run={run} and model={model} are given" if run else "neither run= nor model= is given"
@@ -101,10 +110,6 @@ def check_accuracy(options: AccuracyOptions) -> None:
         check_task(spec, f"{spec} in benchmarks=[{','.join(options.benchmarks)}]", "benchmarks=gsm8k")
         if names.count(name) > 1:
             raise ConfigError(f"{name} is in benchmarks {names.count(name)} times. Type it once in each command.")
-    if run:
-        requested_run(options)
-    else:
-        check_model(model)
 
 
 def requested_run(options: AccuracyOptions) -> RunDirectory:

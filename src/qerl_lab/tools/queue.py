@@ -33,7 +33,7 @@ from qerl_lab.cli.grammar import Command, main_of
 from qerl_lab.cli.launch import handle_stop_signals
 from qerl_lab.cli.scheduler import GpuPool
 from qerl_lab.config.message import in_one_line, with_noun
-from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.option import ConfigError, option
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
@@ -41,7 +41,7 @@ from qerl_lab.system.disk import make_directory, replace_file
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, SIGNALS, USAGE
 from qerl_lab.system.terminal import columns, format_path
 from qerl_lab.tools import queue_file
-from qerl_lab.tools.queue_file import ATTEMPTS, DONE, FAILED, PREREGISTRATION, Part, Planned, Queue, Row, split_words
+from qerl_lab.tools.queue_file import ATTEMPTS, DONE, FAILED, PREREGISTRATION, Planned, Queue, Row, split_words
 
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
@@ -100,10 +100,10 @@ def plan(options: PlanOptions) -> None:
     are the mean over its runs left, or over all its runs if none is left. Also names the runs made under another
     version of PREREGISTRATION.md and the done runs that lack evaluations, and says why the next run does not fit.
     """
-    queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
+    queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"), options.parts)
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
-    parts = _chosen_parts(queue, options)
+    parts = queue.chosen
     all_left = [planned for planned in queue.left() if planned.part_in(parts)]
 
     estimates = {planned.key: queue.estimate(planned) for planned in queue.runs}
@@ -160,16 +160,6 @@ def plan(options: PlanOptions) -> None:
         print(f"to make them on a machine and pack their records: {line}, and the other words of this command")
 
 
-def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
-    """Return the parts of the queue that `options.parts` names, by default all. Raises ConfigError for a wrong name."""
-    known = [part.name for part in queue.parts]
-    for name in options.parts:
-        if name not in known:
-            hint = did_you_mean(name, known) or f" Type for example parts={known[0]}."
-            raise ConfigError(f"parts={name} is not a part of the queue; allowed: {', '.join(known)}.{hint}")
-    return [part for part in queue.parts if not options.parts or part.name in options.parts]
-
-
 def run(options: RunOptions) -> None:
     """Train and evaluate the next runs of the queue on this machine for `options.minutes`, and pack their records.
 
@@ -178,15 +168,14 @@ def run(options: RunOptions) -> None:
     PREREGISTRATION.md is complete. Raises ValueError after all others have ended if a run or an evaluation failed. A
     run that was stopped, or that did not fit into the time, did not fail.
     """
-    queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"))
+    queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"), options.parts)
     pack = Path(options.pack)
     make_directory(pack, f"pack={pack}")
-    parts = _chosen_parts(queue, options)
-    waiting = [planned for planned in queue.left() if planned.part_in(parts)]
+    waiting = [planned for planned in queue.left() if planned.part_in(queue.chosen)]
     queue.refuse_unregistered(waiting)
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())
-    done = [planned for planned in queue.runs if planned.part_in(parts) and queue.is_done(planned.key)]
+    done = [planned for planned in queue.runs if planned.part_in(queue.chosen) and queue.is_done(planned.key)]
     to_make = [planned for planned in (*done, *waiting) if machine.has_work(planned)]
     # The others ended here and were not collected, perhaps because their packs were lost.
     packed_again = [planned for planned in waiting if planned not in to_make]

@@ -8,8 +8,8 @@ QUEUE.yaml, in a folder of results:
       - name: formats
         lines: ["+experiment=bf16,nvfp4"]             # each a grid of the main command, without seeds
         seeds: [0, 1, 2]                              # seeds of each; 0 to 4 if left out
-        after: ["accuracy benchmarks=math500:$MATH500"]    # evaluate commands for every finished run; they may use the
-                                                      # machine's environment variables; none if left out
+        after: ["accuracy benchmarks=math500:$MATH500"]    # `evaluate accuracy` for every finished run; texts may have
+                                                      # environment variables of the machine; none if left out
         into: pilot                                   # folder of the results, in the folder of QUEUE.yaml;
                                                       # if left out, the folder of QUEUE.yaml
         preregistered: false                          # may run while PREREGISTRATION.md is incomplete; true if left out
@@ -24,6 +24,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -35,13 +36,15 @@ from typing import Any, NamedTuple
 import yaml
 
 from qerl_lab.cli.compose import Job, make_plan
+from qerl_lab.cli.grammar import parse_options
 from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.fields import LIST, NUMBER, SWITCH, TEXT, TEXTS, WHOLES, check_fields, parse_number
 from qerl_lab.config.keys import FIELDS
 from qerl_lab.config.message import in_one_line, with_noun
-from qerl_lab.config.option import ConfigError, check_bounds
+from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.paths import CLAIMS, file_hash
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions, check_combination
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file
 
@@ -106,11 +109,13 @@ class Estimate(NamedTuple):
 class Queue:
     """A parsed QUEUE.yaml: its distinct runs in order, and the rows of its ledger.
 
-    `default_seconds`, the key `seconds` of the file, is the time of a run for which nothing was measured.
+    `chosen` are the parts that the command is about. `default_seconds`, the key `seconds` of the file, is the time of a
+    run for which nothing was measured.
     """
 
     folder: Path
     parts: Sequence[Part]
+    chosen: Sequence[Part]
     runs: Sequence[Planned]
     rows: Sequence[Row]
     default_seconds: float
@@ -191,10 +196,11 @@ class Queue:
             )
 
 
-def read(path: Path, extra: Sequence[str] = ()) -> Queue:
+def read(path: Path, extra: Sequence[str] = (), chosen: Sequence[str] = ()) -> Queue:
     """Read the queue file at `path` and the ledger beside it.
 
-    Overrides in `extra` win over the overrides in the file. Raises ConfigError if the file is invalid.
+    Overrides in `extra` win over the overrides in the file. `chosen` names the parts of `Queue.chosen`; none is all.
+    Raises ConfigError if the file is invalid, or has no part with a name in `chosen`.
     """
     try:
         content = check_fields(yaml.safe_load(path.read_text(encoding="utf-8")), OF_FILE, OPTIONAL_OF_FILE, "the file")
@@ -213,6 +219,13 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
         raise ConfigError(
             f"words={shlex.join(extra)} sets a seed, and each part of {path} sets its seeds. Leave seed out."
         )
+    for name in chosen:
+        if name not in names:
+            hint = did_you_mean(name, names) or f" Type for example parts={names[0]}."
+            raise ConfigError(f"parts={name} is not a part of the queue; allowed: {', '.join(names)}.{hint}")
+    for part in parts:
+        for line in part.after:
+            _check_evaluation(line, f"part {part.name}, after `{line}`")
     runs: dict[str, Planned] = {}
     folder, words = path.parent, content.get("words", [])
     claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
@@ -228,7 +241,8 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
                 if part not in known.parts:
                     runs[run.key] = replace(known, parts=[*known.parts, part])
             bar.advance(1)
-    return Queue(folder, parts, list(runs.values()), read_ledger(folder), seconds)
+    wanted = [part for part in parts if not chosen or part.name in chosen]
+    return Queue(folder, parts, wanted, list(runs.values()), read_ledger(folder), seconds)
 
 
 def _parse_part(values: Any) -> Part:
@@ -238,10 +252,23 @@ def _parse_part(values: Any) -> Part:
     for name in ("lines", "seeds"):
         if fields.get(name) == []:
             raise ValueError(f"{where}: {name} is empty; allowed: at least one entry")
-    for line in fields.get("after", ()):
-        if not split_words(line, f"{where}, after `{line}`"):
-            raise ValueError(f"{where}: a line of after is empty; write an evaluate command")
     return Part(**fields)
+
+
+def _check_evaluation(line: str, where: str) -> None:
+    """Raise ConfigError unless `line` evaluates a run, because else it would fail only after the run's training.
+
+    `where` names the line.
+    """
+    command, *words = split_words(os.path.expandvars(line), where) or [""]
+    if command != "accuracy":  # the other commands take no run
+        raise ConfigError(
+            f"{where} evaluates no run; allowed: accuracy KEY=VALUE ... Write for example accuracy questions=256."
+        )
+    try:
+        check_combination(parse_options(AccuracyOptions, ["run=RUN_DIR", *words], "run"))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def split_words(line: str, where: str) -> list[str]:
@@ -256,7 +283,7 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
     """List a part's runs, seed by seed.
 
     The overrides of a line win over `words`, and `extra` wins over both. Composes each line once for all seeds. Raises
-    ConfigError for a line that the main command refuses.
+    ConfigError for a line that the main command refuses, or that would make no run.
     """
     runs = []
     for line in part.lines:
@@ -264,6 +291,8 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
         try:
             jobs = _compose(*join_overrides(words, split_words(line, where), extra, ["seed=0"]))
             check_bounds("seeds", FIELDS["seed"].metadata, list(part.seeds))  # the jobs have another
+            if any(job.config.dry_run for job in jobs):
+                raise ConfigError("dry_run=true makes no run. Leave dry_run out; `plan` starts nothing.")
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):

@@ -59,8 +59,8 @@ def test_runs_are_ordered_by_part_and_seed_and_listed_once(queue: Queue) -> None
 SHARED = """
 words: [scale=pocket]
 parts:
-  - {name: formats, lines: ["+experiment=bf16"], seeds: [0, 1], after: ["entropy", "accuracy"]}
-  - {name: schedules, lines: ["+experiment=bf16"], seeds: [1, 2], after: ["accuracy", "kl"], into: ../other}
+  - {name: formats, lines: ["+experiment=bf16"], seeds: [0, 1], after: ["accuracy samples=2", "accuracy"]}
+  - {name: schedules, lines: ["+experiment=bf16"], seeds: [1, 2], after: [accuracy, accuracy seed=3], into: ../other}
 """
 
 
@@ -70,9 +70,9 @@ def test_a_run_that_two_parts_list_is_made_once_and_evaluated_for_both(
     (tmp_path / "queue.yaml").write_text(SHARED)
     queue = queue_file.read(tmp_path / "queue.yaml")
     assert [(one.config.seed, one.part.name, one.after) for one in queue.runs] == [
-        (0, "formats", ["entropy", "accuracy"]),
-        (1, "formats", ["entropy", "accuracy", "kl"]),
-        (2, "schedules", ["accuracy", "kl"]),
+        (0, "formats", ["accuracy samples=2", "accuracy"]),
+        (1, "formats", ["accuracy samples=2", "accuracy", "accuracy seed=3"]),
+        (2, "schedules", ["accuracy", "accuracy seed=3"]),
     ]
     row = {"run": queue.runs[1].key, "part": "formats"}
     assert [part.into for part in queue.parts_of(row)] == ["", "../other"]
@@ -291,10 +291,24 @@ def test_planned_commands_have_the_jobs_per_gpu_that_run_would_use(
 @pytest.mark.parametrize(
     ("part", "hint"), [("frmats", " Did you mean formats?"), ("x", " Type for example parts=pilot.")]
 )
-def test_a_part_that_the_queue_lacks_is_refused(part: str, hint: str, queue: Queue) -> None:
+def test_a_part_that_the_queue_lacks_is_refused_before_a_line_is_composed(
+    part: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_file, "_compose", None)
+    (tmp_path / "queue.yaml").write_text(TWO_PARTS)
     said = f"parts={part} is not a part of the queue; allowed: pilot, formats, rates.{hint}"
     with pytest.raises(ConfigError, match=re.escape(said)):
-        plan(PlanOptions(str(queue.folder / "queue.yaml"), parts=[part]))
+        plan(PlanOptions(str(tmp_path / "queue.yaml"), parts=["pilot", part]))
+
+
+def test_an_evaluation_may_use_variables_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan`, on another machine, reads a line in which they are not set."""
+    line = "accuracy benchmarks=gsm8k:$QERL_QUESTIONS samples=2"
+    (tmp_path / "queue.yaml").write_text(TWO_PARTS.replace("preregistered: false", f"after: ['{line}']"))
+    assert queue_file.read(tmp_path / "queue.yaml").runs[0].after == [line]
+    monkeypatch.setenv("QERL_QUESTIONS", "")
+    with pytest.raises(ConfigError, match=re.escape("gsm8k: in benchmarks=[gsm8k:] is not allowed")):
+        queue_file.read(tmp_path / "queue.yaml")
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -312,10 +326,23 @@ def test_a_part_that_the_queue_lacks_is_refused(part: str, hint: str, queue: Que
     ("parts: []", "parts is empty; allowed: at least one entry"),
     ("parts: [{name: a, lines: [x], seeds: []}]", "part a: seeds is empty; allowed: at least one entry"),
     ("parts: [{name: a, lines: ['steps=1'], seeds: [0, -1]}]", "line `steps=1`: -1 in seeds=[0,-1] is not allowed"),
-    ("parts: [{name: a, lines: [x], after: ['']}]", "part a: a line of after is empty; write an evaluate command"),
+    *(
+        (f"parts: [{{name: a, lines: [x], after: ['{line}']}}]", f"part a, after `{line}`{said}")
+        for line, said in (
+            ("", " evaluates no run; allowed: accuracy KEY=VALUE ..."),
+            ("acuracy samples=2", " evaluates no run; allowed: accuracy KEY=VALUE ..."),
+            ("entropy", " evaluates no run; allowed: accuracy KEY=VALUE ..."),
+            ("accuracy sample=2", ": sample is not a known key. Did you mean samples?"),
+            ("accuracy samples=0", ": samples=0 is not allowed"), ("accuracy run=x", ": run is given 2 times"),
+            ("accuracy format=bf16", ": format=bf16 is of a model"),
+            ("accuracy benchmarks=gms8k", ": gms8k in benchmarks=[gms8k] is no task"),
+        )
+    ),
+    ("parts: [{name: a, lines: ['dry_run=true']}]", "part a, line `dry_run=true`: dry_run=true makes no run. Leave"),
     ("parts: [{name: a, lines: ['resume=x']}]", "line `resume=x`: resume=x continues a run"),
     ("parts: [{name: a, lines: [x], preregistered: 1}]", "part a: preregistered=1 is no true or false"),
     ("parts: [{name: a, lines: [x]}, {name: a, lines: [y]}]", "two parts have the name a; give each its own"),
+    ("parts: [{name: a, lines: [x], after: ['accuracy \"x']}]", "No closing quotation. Close the quotes."),
     ("parts: [{name: a, lines: ['run_dir=\"x']}]", "No closing quotation. Close the quotes."),
 ])  # fmt: skip
 def test_a_field_of_a_wrong_kind_is_refused_with_what_to_write(text: str, said: str, tmp_path: Path) -> None:

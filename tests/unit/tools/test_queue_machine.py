@@ -268,11 +268,11 @@ def test_an_evaluation_that_failed_fails_the_command(lab: Lab, capsys, code: int
 
 
 def test_all_evaluations_that_failed_are_named_and_their_run_is_counted_once(lab: Lab, capsys) -> None:
-    (lab.folder / "queue.yaml").write_text(QUEUE.replace("after: [", "after: [entropy, "))
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("after: [", "after: [accuracy adapter=false, "))
     lab.calls.has_time, lab.calls.evaluation = True, 1
     assert lab.run("first").startswith("1 run failed in training or evaluation, see above: bf16-seed0")
     said = capsys.readouterr().out
-    assert "its evaluation `entropy` ended with" in said
+    assert "its evaluation `accuracy adapter=false` ended with" in said
     assert "its evaluation `accuracy questions=2` ended with" in said
 
 
@@ -357,14 +357,16 @@ def test_a_run_that_the_main_command_refuses_ends_the_queue_with_the_same_messag
 def test_a_run_gets_the_words_for_this_machine(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Words of a line win over words for the machine. Evaluations may use environment variables."""
     monkeypatch.setenv("BENCHMARKS", "/data/b")
-    (lab.folder / "queue.yaml").write_text(QUEUE.replace("accuracy questions=2", "accuracy benchmarks=a:$BENCHMARKS"))
+    (lab.folder / "queue.yaml").write_text(
+        QUEUE.replace("accuracy questions=2", "accuracy benchmarks=gsm8k:$BENCHMARKS")
+    )
     lab.calls.endings = ["stopped"]
     lab.run("first", here="device=cuda 'task.instruction=a b'")
     assert "device=cpu" in lab.calls.overrides
     assert "task.instruction=a b" in lab.calls.overrides
     assert "device=cuda" not in lab.calls.overrides
     lab.run("second", commit="c0ffee")
-    assert lab.calls.overrides[-1] == "benchmarks=a:/data/b"
+    assert lab.calls.overrides[-1] == "benchmarks=gsm8k:/data/b"
     assert lab.rows()[0]["commit"] == "c0ffee"
 
 
@@ -470,7 +472,7 @@ def test_a_done_pack_replaces_a_failed_row_of_the_same_attempt(lab: Lab) -> None
 
 
 def test_a_finished_evaluation_stays_in_the_row_when_the_next_command_is_stopped(lab: Lab) -> None:
-    (lab.folder / "queue.yaml").write_text(QUEUE.replace("after: [", "after: [entropy, "))
+    (lab.folder / "queue.yaml").write_text(QUEUE.replace("after: [", "after: [accuracy adapter=false, "))
     lab.run("first")
     (file,) = lab.folder.glob("machine/*/queue.json")
     file.write_text(json.dumps(lab.rows()[0] | {"evaluations": "1 of 2"}))
