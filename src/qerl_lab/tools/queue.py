@@ -106,7 +106,7 @@ def plan(options: PlanOptions) -> None:
     parts = queue.chosen
     all_left = [planned for planned in queue.left() if planned.part_in(parts)]
 
-    estimates = {planned.key: queue.estimate(planned) for planned in queue.runs}
+    estimates = {planned.key: queue.estimate(planned, options.jobs) for planned in queue.runs}
 
     def seconds(runs: Sequence[Planned]) -> float:
         """Return the seconds that `runs` take one after the other."""
@@ -201,7 +201,7 @@ def run(options: RunOptions) -> None:
     elif machine.started.is_set():
         print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
     else:
-        minutes = max(START_SECONDS, queue.estimate(to_make[0]).seconds) / 60
+        minutes = max(START_SECONDS, queue.estimate(to_make[0], options.jobs).seconds) / 60
         left = with_noun(len(to_make), "run")
         print(f"{left} left, none started: the next needs {minutes:.1f} minutes, more than minutes or lease leave")
         return
@@ -283,7 +283,7 @@ class Machine:
         """
         run, now = RunDirectory(self.run_folder(planned)), time.monotonic()
         minutes = self.options.lease or self.options.minutes
-        fits = now + self.queue.estimate(planned).seconds < self.began + 60 * minutes
+        fits = now + self.queue.estimate(planned, self.options.jobs).seconds < self.began + 60 * minutes
         if now > self.until - START_SECONDS or not (fits or run.is_claimed):
             return False
         self.started.set()

@@ -29,7 +29,8 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from datetime import datetime
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,18 +137,35 @@ class Queue:
         """Return the runs that are not done and have not failed twice, in the order of the queue."""
         return [run for run in self.runs if not self.is_done(run.key) and self.failures(run.key) < ATTEMPTS]
 
-    def estimate(self, planned: Planned) -> Estimate:
-        """Estimate how long a run takes with its evaluations.
+    @cached_property
+    def shared(self) -> set[tuple[str, str]]:
+        """Return (run, start) of the ledger's attempts that shared their card with another; without a card, the host.
 
-        The estimate is the median over finished runs of this queue in the ledger, if possible over runs with as many
-        evaluations as `planned`. It uses the first of these groups that is not empty: the run's arm with any seed, its
-        experiment, its part, all. Without finished runs the estimate is `estimate_from_bench`, else `seconds` of
-        QUEUE.yaml. Other ledger rows do not count, because their runs had other settings, such as another scale.
+        Two attempts share it if they overlap by more than half of the shorter one. Attempts one after the other seem to
+        overlap by the start of an engine, because `start` is when a run wrote env.json, and its `seconds` began before.
+        """
+        spans = [(row, datetime.fromisoformat(row["start"]).timestamp(), float(row["seconds"])) for row in self.rows]
+        return {
+            (row["run"], row["start"])
+            for (row, begin, seconds), (other, first, taken) in itertools.permutations(spans, 2)
+            if (row["host"], row["card"]) == (other["host"], other["card"])
+            and min(begin + seconds, first + taken) - max(begin, first) > min(seconds, taken) / 2
+        }
+
+    def estimate(self, planned: Planned, jobs: int) -> Estimate:
+        """Estimate how long a run takes with its evaluations, if `jobs` runs share a GPU.
+
+        The estimate is the median over finished runs of this queue in the ledger: if possible over runs that had their
+        card alone (with `jobs` above 1 that shared it), and with as many evaluations as `planned`. It uses the first of
+        these groups that is not empty: the run's arm with any seed, its experiment, its part, all. Without finished
+        runs the estimate is `estimate_from_bench`, else `seconds` of QUEUE.yaml. Other ledger rows do not count,
+        because their runs had other settings, such as another scale.
         """
         made = {run.key: run for run in self.runs}
         config, wanted = planned.config, f" of {len(planned.after)}"
         whole = [row for row in self.rows if row["state"] == DONE and not missing_evaluations(row)]
-        done = [row for row in whole if row["run"] in made]
+        known = [row for row in whole if row["run"] in made]
+        done = [row for row in known if ((row["run"], row["start"]) in self.shared) == (jobs > 1)] or known
         alike = [row for row in done if row["evaluations"].endswith(wanted)] or done
         timed = [(made[row["run"]], float(row["seconds"])) for row in alike]
         for group, taken in (

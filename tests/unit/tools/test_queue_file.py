@@ -33,11 +33,15 @@ def queue(tmp_path: Path) -> Queue:
 
 
 def with_rows(queue: Queue, *attempts: tuple[int, str, str, str]) -> Queue:
-    """Write attempts to the ledger (number of the run, state, seconds, evaluations); return the queue with them."""
+    """Write attempts to the ledger (number of the run, state, seconds, evaluations); return the queue with them.
+
+    They began a day apart.
+    """
     rows = [
         dict.fromkeys(COLUMNS, "")
         | {"run": queue.runs[number].key, "state": state, "seconds": seconds, "evaluations": evaluations}
-        for number, state, seconds, evaluations in attempts
+        | {"start": f"2026-01-{day:02}T12:00:00+0000"}
+        for day, (number, state, seconds, evaluations) in enumerate(attempts, 1)
     ]
     queue_file.write_ledger(queue.folder, rows)
     return replace(queue, rows=queue_file.read_ledger(queue.folder))
@@ -116,7 +120,14 @@ def test_runs_of_another_preregistration_are_named_except_the_pilot(queue: Queue
 def test_the_plan_says_in_one_line_how_to_repeat_runs_of_another_preregistration(
     queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = {"part": "formats", "state": DONE, "seconds": "9", "evaluations": "0 of 0", "preregistration": "0" * 12}
+    other = {
+        "start": "2026-01-01T12:00:00+0000",
+        "part": "formats",
+        "state": DONE,
+        "seconds": "9",
+        "evaluations": "0 of 0",
+        "preregistration": "0" * 12,
+    }
     rows = [dict.fromkeys(COLUMNS, "") | other | {"run": key} for key in ("bf16-seed0-old", "nvfp4-seed0-old")]
     queue_file.write_ledger(queue.folder, rows)
     plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
@@ -192,7 +203,30 @@ def test_an_estimate_is_of_the_nearest_runs_with_as_many_evaluations(queue: Queu
         ([rows[0], (3, DONE, "1", "0 of 1"), (5, DONE, "99", "2 of 2")], {4: 10}),  # fewer, or more evaluations
     ):
         made = with_rows(queue, *known)
-        assert {number: made.estimate(made.runs[number]).seconds for number in expected} == expected
+        assert {number: made.estimate(made.runs[number], 1).seconds for number in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("minute", "host", "shared"), [(6, "a", False), (1, "a", True), (0, "a", True), (0, "b", False)]
+)
+def test_runs_that_shared_a_card_count_for_runs_that_will_share_one(
+    minute: int, host: str, shared: bool, queue: Queue
+) -> None:
+    """Three attempts of one arm: 8 minutes, a failure of 5 that began `minute` later, and 4 minutes on another day."""
+    attempts = (
+        (1, DONE, "01T12:00", "480", "a"),
+        (2, FAILED, f"01T12:0{minute}", "300", host),
+        (3, DONE, "02T12:00", "240", "a"),
+    )
+    rows = [
+        dict.fromkeys(COLUMNS, "")
+        | {"run": queue.runs[number].key, "state": state, "start": f"2026-01-{start}:00+0000", "seconds": seconds}
+        | {"host": host, "card": "none", "evaluations": "0 of 0"}
+        for number, state, start, seconds, host in attempts
+    ]
+    found = replace(queue, rows=rows)
+    assert found.estimate(queue.runs[3], 1).seconds == (240 if shared else 360)
+    assert found.estimate(queue.runs[3], 2).seconds == (480 if shared else 360)
 
 
 def test_an_estimate_names_the_runs_that_it_is_from(queue: Queue) -> None:
@@ -202,18 +236,18 @@ def test_an_estimate_names_the_runs_that_it_is_from(queue: Queue) -> None:
         (rows[1:2], 6, "1 run of the queue"),
     ):  # fmt: skip
         made = with_rows(queue, *known)
-        assert made.estimate(made.runs[number]).source == f"median of {source}"
+        assert made.estimate(made.runs[number], 1).source == f"median of {source}"
 
 
 def test_an_estimate_is_from_this_queue_or_else_from_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other words give other runs, and rows of another scale do not count for them."""
-    assert queue.estimate(queue.runs[1]).seconds == 600
+    assert queue.estimate(queue.runs[1], 1).seconds == 600
     monkeypatch.chdir(FILE.parents[2])
     made = with_rows(queue, (0, DONE, "9", "0 of 0"))
-    assert made.estimate(made.runs[1]).seconds == 9
+    assert made.estimate(made.runs[1], 1).seconds == 9
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
     assert len(other.rows) == 1
-    estimate = other.estimate(other.runs[1])
+    estimate = other.estimate(other.runs[1], 1)
     assert estimate.seconds > 3600
     assert estimate.source == "from the tokens/s in results/bench, each completion at its longest"
 
