@@ -63,8 +63,13 @@ def check_store_variable(cfg: RunConfig) -> None:
     decide whether it is a store.
     """
     given = os.environ.get(STORE_VARIABLE, "")
-    if not cfg.tracking.uri and ":" in given and not given.startswith("file:"):
+    if not cfg.tracking.uri and not _is_folder(given) and not given.startswith("file:"):
         check_store(STORE_VARIABLE, given)
+
+
+def _is_folder(uri: str) -> bool:
+    """Tell whether `uri` is the path of a folder and no address, by a missing colon; true of an empty text."""
+    return ":" not in uri and uri != "databricks"
 
 
 def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
@@ -80,7 +85,7 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
             f"the run's MLflow store is {uri}, and no record keeps what is hidden there. "
             "Type MLFLOW_TRACKING_URI=URL, the whole of it, in front of the command."
         )
-    if ":" not in uri and uri != "databricks":  # a folder
+    if _is_folder(uri):
         return Path(uri).absolute().as_uri()
     path = sqlite_file(uri)
     return sqlite_uri(path.absolute()) if path else uri
