@@ -162,7 +162,7 @@ def extend_run(run: RunDirectory, steps: int) -> None:
             f"Type for example steps={2 * was.steps}."
         )
     try:
-        checkpoint.load(checkpoint.path_of(run.checkpoints, was.steps))
+        saved = checkpoint.load(checkpoint.path_of(run.checkpoints, was.steps))
     except (OSError, ValueError) as damage:  # a run that is not finished would go on from an earlier checkpoint
         started_from = ("model.path", run.model) if was.trains_all else ("lora.start_from", run.path)
         raise ConfigError(
@@ -171,7 +171,7 @@ def extend_run(run: RunDirectory, steps: int) -> None:
         ) from None
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
     run.check()
-    run.starting_point(with_weights=False)  # raises for a record that lacks a step, while DONE still exists
+    run.refuse_record(saved)  # while DONE still exists
     preflight.check(cfg, run.path)
     run.refuse_other_device("cuda" if cfg.device != "cpu" and machine.has_gpu() else "cpu")
     if questions := question_counts.recorded_questions(cfg):

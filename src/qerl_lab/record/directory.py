@@ -343,14 +343,19 @@ class RunDirectory:
         """Return the newest intact checkpoint to resume from, or None to start from step 0.
 
         with_weights=False does not read the weights, which may then be damaged. The command uses this before it starts
-        the run's process, which reads them.
-
-        Raises ConfigError if resolved.yaml differs from the configuration in the checkpoint (`refuse_edited_config`),
-        or if metrics.jsonl does not have each step up to the checkpoint once.
+        the run's process, which reads them. Raises ConfigError if the record does not fit it (`refuse_record`).
         """
         saved = checkpoint.newest(self.checkpoints, with_weights=with_weights)
-        if saved is None:
-            return None
+        if saved is not None:
+            self.refuse_record(saved)
+        return saved
+
+    def refuse_record(self, saved: checkpoint.Saved) -> None:
+        """Raise ConfigError if the run cannot continue from the checkpoint `saved`.
+
+        Reasons: resolved.yaml differs from the configuration in the checkpoint (`refuse_edited_config`), or
+        metrics.jsonl does not have each step up to the checkpoint once.
+        """
         self.refuse_edited_config(saved)
         lines = self.metrics()  # raises for a damaged line, and says what to do
         try:
@@ -360,7 +365,6 @@ class RunDirectory:
                 f"{self.path}: {error}, and {saved.path.name} was saved after them. Put metrics.jsonl back as it was, "
                 "or remove the checkpoints of that step and of later steps, to train again from there."
             ) from None
-        return saved
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
         """Raise ConfigError if the run began with other questions than those that `data` describes.

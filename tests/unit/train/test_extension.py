@@ -16,6 +16,7 @@ from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import question_counts
+from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train.run import run
 from qerl_lab.train.stop import Stop
@@ -100,6 +101,19 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     assert config_hash(longer) != config_hash(tiny(steps=4))
     extend_run(directory, 6)
     assert directory.config().extended == [2, 4]
+
+
+def test_an_extension_reads_its_checkpoint_once(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[Path]()
+
+    def load(path: Path, *, with_weights: bool = True) -> checkpoint.Saved:
+        read.append(path)
+        return original(path, with_weights=with_weights)
+
+    original = checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", load)
+    extend_run(directory, 4)
+    assert read == [directory.checkpoints / "step-000002"]
 
 
 def test_a_refused_extension_leaves_the_run_finished(
