@@ -32,9 +32,11 @@ from typing import Any
 from qerl_lab.cli.grammar import Command, main_of
 from qerl_lab.cli.launch import handle_stop_signals
 from qerl_lab.cli.scheduler import GpuPool
-from qerl_lab.config.message import in_one_line, with_noun
+from qerl_lab.config.keys import spell_value
+from qerl_lab.config.message import in_one_line, some_of, with_noun
 from qerl_lab.config.option import ConfigError, option
 from qerl_lab.config.paths import WEIGHTS, sha256
+from qerl_lab.config.spelling import shell_line
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
 from qerl_lab.system.disk import make_directory, replace_file
@@ -97,8 +99,8 @@ def plan(options: PlanOptions) -> None:
     """Print the queue's parts with the hours left, the runs that failed twice, and the commands that fit `minutes`.
 
     Above each command are the run's key, its minutes and their source (`Queue.estimate`). The minutes of a part
-    are the mean over its runs left, or over all its runs if none is left. Also names the runs made under another
-    version of PREREGISTRATION.md and the done runs that lack evaluations, and says why the next run does not fit.
+    are the mean over its runs left, or over all its runs if none is left. Also names runs made under another version of
+    PREREGISTRATION.md and done runs that lack evaluations, and says why the next run does not fit.
     """
     queue = queue_file.read(Path(options.queue), split_words(options.words, f"words={options.words}"), options.parts)
     at_once = options.jobs * options.gpus
@@ -126,10 +128,10 @@ def plan(options: PlanOptions) -> None:
         failures = queue.failures(planned.key)
         if failures >= ATTEMPTS and not queue.is_done(planned.key):
             print(f"failed {failures} times, not planned again: {planned.key}")
-    if names := list(dict.fromkeys(row["run"] for row in queue.of_another_preregistration())):
+    if keys := queue.of_another_preregistration():
         print(
-            f"{with_noun(len(names), 'run')} made under another {PREREGISTRATION}; to make one of this queue again, "
-            f"take its row out of ledger.csv: {', '.join(names)}"
+            f"{with_noun(len(keys), 'run')} made under another {PREREGISTRATION}; to make one again, take its row out "
+            f"of ledger.csv: {', '.join(keys)}"
         )
     made_here = {planned.key for planned in queue.runs if planned.part_in(parts)}
     of_done = [row for row in queue.rows if row["state"] == DONE and row["run"] in made_here]
@@ -137,7 +139,7 @@ def plan(options: PlanOptions) -> None:
         what = "are done and lack evaluations" if len(lacking) > 1 else "is done and lacks evaluations"
         print(
             f"{with_noun(len(lacking), 'run')} {what}, which `run` makes only on the machine that has the run's "
-            f"directory: {', '.join(lacking)}"
+            f"directory: {some_of(lacking)}"
         )
     spent = 0.0
     for planned in all_left:
@@ -156,8 +158,10 @@ def plan(options: PlanOptions) -> None:
         words = queue_file.join_overrides(options.part_of_gpu, planned.words)
         print(f"python -m qerl_lab {shlex.join(words)}")
     if spent:
-        line = f"{LINE} run {shlex.quote(options.queue)} pack=DIR"
-        print(f"to make them on a machine and pack their records: {line}, and the other words of this command")
+        usual = vars(PlanOptions(options.queue))
+        typed = [f"{key}={spell_value(value)}" for key, value in vars(options).items() if value != usual[key]]
+        line = f"{LINE} run {shell_line([options.queue, 'pack=DIR', *typed])}"
+        print(f"to make them on a machine and pack their records in DIR: {line}")
 
 
 def run(options: RunOptions) -> None:

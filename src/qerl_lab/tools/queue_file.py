@@ -193,14 +193,15 @@ class Queue:
         file = self.folder / PREREGISTRATION
         return file_hash(file) if file.exists() else ""
 
-    def of_another_preregistration(self) -> list[Row]:
-        """Return the ledger rows of preregistered parts that were made under another version of PREREGISTRATION.md.
+    def of_another_preregistration(self) -> list[str]:
+        """Return the keys of preregistered runs with an attempt under another version of PREREGISTRATION.md.
 
-        Compares the hash in each row with the hash of the present file.
+        Compares the hash in each row of the ledger with the hash of the present file. Runs that the queue no longer
+        lists do not count, because it makes none of them.
         """
         now = self.preregistration_hash()
-        other = [row for row in self.rows if row["preregistration"] != now]
-        return [row for row in other if any(part.preregistered for part in self.parts_of(row))]
+        other = {row["run"] for row in self.rows if row["preregistration"] != now}
+        return [run.key for run in self.runs if run.part.preregistered and run.key in other]
 
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
         """Raise ConfigError if one of `runs` is preregistered, and PREREGISTRATION.md is missing or has `PILOT:`."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from qerl_lab.cli.compose import Plan, make_plan
 from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import queue_file
-from qerl_lab.tools.queue import PlanOptions, plan
+from qerl_lab.tools.queue import COMMANDS, PlanOptions, plan
 from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Planned, Queue
 
 FILE = Path(__file__).parents[3] / "results" / "qwen1_5b" / "queue.yaml"
@@ -111,10 +112,11 @@ def test_a_run_of_a_pilot_and_of_a_preregistered_part_is_refused(tmp_path: Path)
 
 def test_runs_of_another_preregistration_are_named_except_the_pilot(queue: Queue) -> None:
     rows = [{"run": one.key, "part": one.part.name, "preregistration": "0" * 12} for one in queue.runs[:2]]
-    assert [row["part"] for row in replace(queue, rows=rows).of_another_preregistration()] == ["formats"]
+    rows.append(rows[1] | {"run": "bf16-seed0-old"})  # the queue does not list it
+    assert replace(queue, rows=rows).of_another_preregistration() == [queue.runs[1].key]
     (queue.folder / queue_file.PREREGISTRATION).write_text("now")
     rows[1]["preregistration"] = queue.preregistration_hash()
-    assert replace(queue, rows=rows).of_another_preregistration() == []
+    assert replace(queue, rows=rows[:2]).of_another_preregistration() == []
 
 
 def test_the_plan_says_in_one_line_how_to_repeat_runs_of_another_preregistration(
@@ -128,13 +130,14 @@ def test_the_plan_says_in_one_line_how_to_repeat_runs_of_another_preregistration
         "evaluations": "0 of 0",
         "preregistration": "0" * 12,
     }
-    rows = [dict.fromkeys(COLUMNS, "") | other | {"run": key} for key in ("bf16-seed0-old", "nvfp4-seed0-old")]
+    keys = [one.key for one in queue.runs[1:3]]
+    rows = [dict.fromkeys(COLUMNS, "") | other | {"run": key} for key in keys]
     queue_file.write_ledger(queue.folder, rows)
     plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
     said = [line for line in capsys.readouterr().out.splitlines() if "PREREGISTRATION.md" in line]
     assert said == [
-        "2 runs made under another PREREGISTRATION.md; to make one of this queue again, take its row out of "
-        "ledger.csv: bf16-seed0-old, nvfp4-seed0-old"
+        "2 runs made under another PREREGISTRATION.md; to make one again, take its row out of ledger.csv: "
+        f"{', '.join(keys)}"
     ]
 
 
@@ -283,7 +286,20 @@ def test_a_plan_says_why_the_next_run_does_not_fit(
     assert ("the next run does not fit: " in printed) == bool(said)
     assert said in printed
     line = f"python -m qerl_lab.tools.queue run {queue.folder}/queue.yaml pack=DIR"
-    assert (f"\nto make them on a machine and pack their records: {line}" in printed) == (lines > 0)
+    assert (f"\nto make them on a machine and pack their records in DIR: {line}" in printed) == (lines > 0)
+
+
+def test_a_plan_ends_with_the_whole_command_that_makes_its_runs(
+    queue: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(queue.folder / "queue.yaml")
+    plan(PlanOptions(file))
+    assert capsys.readouterr().out.endswith(f" run {file} pack=DIR\n")
+    plan(PlanOptions(file, 40, 2, parts=["formats", "rates"], words="steps=3 task.instruction='a b'"))
+    typed = shlex.split(capsys.readouterr().out.splitlines()[-1].partition(" run ")[2])
+    options = COMMANDS["run"].read(typed)
+    assert (options.minutes, options.jobs, options.gpus, options.pack) == (40, 2, 1, "DIR")
+    assert (options.parts, options.words) == (["formats", "rates"], "steps=3 task.instruction='a b'")
 
 
 def test_a_plan_names_the_runs_that_lack_evaluations(queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
