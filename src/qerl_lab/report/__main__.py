@@ -36,8 +36,8 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Run the command `report`: print a table that compares arms, and write the folder `options.out` if it is given.
 
-    Copies the first claims.yaml of the results to `options.out`, unless that folder has one, so that the report tests
-    these claims. Raises ConfigError for `bench` without `out`, and as `comparison.read`.
+    Copies the first claims.yaml in a folder of `options.sweep` to `options.out`, unless that has one, so that the
+    report tests these claims. Raises ConfigError for `bench` without `out`, and as `comparison.read`.
     """
     from qerl_lab.report import comparison  # pandas and scipy take a second
 

@@ -56,7 +56,7 @@ def match_task_paths(runs: Sequence[Run]) -> list[Run]:
 
 
 def _fill_gaps(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
-    """Copy texts into the empty cells of `column`, and return it: from rows with equal values in the columns `keys`.
+    """Return `column`, with its empty cells filled from the rows that have equal values in the columns `keys`.
 
     A cell stays empty if those rows have different texts, or none.
     """
@@ -69,8 +69,8 @@ def _fill_gaps(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
     """Replace device=auto, which runs that failed early still record, by cpu or cuda.
 
-    A run gets the device with which it belongs to an arm of other runs in `runs`. If both devices fit, or neither does,
-    it keeps device=auto.
+    A run gets the device with which it has the arm of another run in `runs`. If both devices fit, or neither does, it
+    keeps device=auto.
     """
     known, found = {run.arm for run in runs}, []
     for run in runs:
@@ -185,10 +185,10 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
 
 
 def keys_of_scales(runs: Sequence[Run]) -> list[str]:
-    """List the keys that follow from a run's scale: they differ between scales, and have one value in each.
+    """List the keys that follow from a run's scale (`conf/scale`): they differ, but have one value in each scale.
 
-    Empty if the runs are of one scale, the scale of a run is not known, or there are fewer than `OF_A_SCALE` keys,
-    because a label then says more by the keys themselves.
+    Empty if the runs have one scale, or if the scale of a run is not known. Also empty if there are fewer than
+    `OF_A_SCALE` keys, because a label then says more by the keys themselves.
     """
     scale_of = scale_by_arm(runs)
     count = len(set(scale_of.values()))
@@ -199,7 +199,7 @@ def keys_of_scales(runs: Sequence[Run]) -> list[str]:
 
 
 def scale_by_arm(runs: Sequence[Run]) -> dict[Arm, str]:
-    """Map each arm to the name of the scale of its last run; "" if it is not known."""
+    """Map each arm to the scale (`conf/scale`) of the last of `runs` in it; "" if that is not known."""
     return {run.arm: run.configured.get("scale", "") for run in runs}
 
 

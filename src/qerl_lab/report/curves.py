@@ -132,8 +132,9 @@ def draw(
 def _panels(arms: Sequence[str], styles: Mapping[str, Mapping[str, Any]], most: int) -> list[Sequence[str]]:
     """Distribute sorted arms over panels: all in one if they are at most `most`, else a panel per weight format.
 
-    A format with more than `most` arms gets a panel per pair of arms. If all arms have one format, or no two have the
-    same, the pairs are of all arms. A single arm comes first: later pairs are usually an arm with and without noise.
+    A format with more than `most` arms gets a panel per pair of its arms. If all arms have one format, or each has its
+    own, all arms are paired in their order. Of an odd number the first arm gets a panel alone, because the later pairs
+    are usually an arm with and without noise.
     """
     if len(arms) <= most:
         return [arms]
@@ -155,8 +156,8 @@ def _panels(arms: Sequence[str], styles: Mapping[str, Mapping[str, Any]], most: 
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Group arms that differ only in weight format; return title of the group -> weight format -> label of the arm.
 
-    Only plain arms (`reference.is_plain`) take part. Only groups of several formats are returned, the one with most
-    formats first, of equals the one with most runs.
+    Only plain arms (`reference.is_plain`) take part. Only groups of several formats are returned, sorted from most to
+    fewest formats, then from most to fewest runs.
     """
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}  # other settings -> format -> label
     for label, runs in comparison.arms.items():
@@ -253,8 +254,8 @@ def _draw_two_points(
 ) -> None:  # fmt: skip
     """Draw the mean of an arm before and after training, with 95% intervals; a thin dotted line joins the two.
 
-    Held-out accuracy has the interval of the tables, which leave out questions that a seed was not asked; other metrics
-    have one over seeds. The points are at x = `beside` and `beside` + 1; with None, at the mean x of `series`.
+    The interval of held-out accuracy is over seeds and questions, as in the tables; for other metrics it is over seeds.
+    The points are at x = `beside` and `beside` + 1. If `beside` is None, they are at the mean x of their values.
     """
     x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
     for is_after in (False, True):

@@ -53,7 +53,7 @@ class Drawn(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Measure the figure's width in panels of curves; from 2 on it needs the whole width of the page."""
+        """Return how many panels of curves are as wide as the figure. With 2 or more it gets the whole page width."""
         return int.from_bytes(self.png[16:20]) // palette.PANEL_PIXELS  # the width in a PNG's header
 
 
@@ -131,11 +131,11 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
 
 def html(
     compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: SpeedSection,
-    line: str, title: str,
+    command_line: str, title: str,
 ) -> str:  # fmt: skip
     """Render report.html, with the figures inside; `rows` are the verdicts.
 
-    `line` is the command that makes the page, `title` the name of the folder.
+    `command_line` is the command that makes the page, `title` the name of the folder.
     """
     measured = [row for row in rows if row.numbers]
     environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -144,7 +144,8 @@ def html(
         "name_of": verdict_tables.name_of, "terms": verdict_tables.describe_measure,
     }  # fmt: skip
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
-        title=f"{title}: a report of {with_noun(len(compared.runs) + len(compared.damaged), 'run')}", command=line,
+        title=f"{title}: a report of {with_noun(len(compared.runs) + len(compared.damaged), 'run')}",
+        command=command_line,
         facts=_list_counts(compared, Counter(row.verdict for row in measured)),
         notes=[*_list_gaps(compared), *comparison.notes(compared)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ,

@@ -117,9 +117,9 @@ def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: 
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Map labels of our arms to (method, weight format) of the row with the same settings in the paper's Table 1.
 
-    Arms without the settings `where` are left out. If several arms on one model, task and algorithm fit a row, only the
-    arm labeled by nothing but its experiment's name (`arms.labels`) is kept, if there is one. This arm has the settings
-    of most runs, so the choice does not depend on results.
+    Arms without the settings `where` are left out. If several arms on one model, task and algorithm fit a row, none is
+    kept except the one labeled by its experiment's name alone (`arms.labels`). It has the settings of most runs, so the
+    choice does not depend on results.
     """
     fitting = defaultdict[tuple[tuple[str, str], tuple[str, ...]], list[str]](list)
     for label, runs in arms.items():

@@ -149,7 +149,7 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
 
 
 def _read_table(file: Path) -> pd.DataFrame:
-    """Read a Parquet file. Raises ValueError, naming the file as pandas before 3 does not, if it cannot be read."""
+    """Read a Parquet file. Raises ValueError with the file's name, which pandas 2 leaves out, if it cannot be read."""
     try:
         return pd.read_parquet(file)
     except (OSError, ValueError) as error:  # pyarrow's are ValueErrors

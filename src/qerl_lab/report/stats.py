@@ -47,10 +47,10 @@ def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) ->
 def over_seeds(values_S_Q: np.ndarray, level: float = 0.95, least: float = 0.0) -> Interval:
     """Return the mean of values[seeds, questions] with its interval when both seeds and questions are sampled.
 
-    Two-way random effects: value = mean + seed + question + rest. The squared half width is the sum of two squares. The
-    first is Student's t over the means of seeds, which covers seed and rest. The second is t times the standard error
-    due to questions, which all seeds share. The variance of seeds' means is taken to be at least `least` (see
-    `jackknife`). Raises ValueError for fewer than two seeds, and for missing values.
+    Two-way random effects: value = mean + seed + question + rest. The squared half width is the sum of two squares,
+    each of a standard error times its quantile of Student's t. The first has the variance of seeds' means, which covers
+    seed and rest, and is at least `least` (see `jackknife`). The second has the variance of questions, which all seeds
+    share. Raises ValueError for fewer than two seeds, and for missing values.
     """
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or len(values) < 2 or not values.size or not np.isfinite(values).all():

@@ -70,7 +70,7 @@ def geometric_cell(values_S: pd.Series, spell: Spell = format_number, spell_end:
 
 
 def without_empty_columns(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
-    """Drop columns of dashes only, but none of the first `names`; return the rows and the heads of dropped columns."""
+    """Drop columns of dashes only; return the rows and the heads of dropped columns. The first `names` columns stay."""
     head, *body = rows
     empty = [n for n in range(names, len(head)) if body and all(row[n] == NONE for row in body)]
     kept = [[cell for n, cell in enumerate(row) if n not in empty] for row in rows]
