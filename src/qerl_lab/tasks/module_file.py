@@ -103,8 +103,8 @@ def _result_of(where: str, function: Callable[..., Any], cfg: TaskConfig) -> Any
 def _weighted_parts(cfg: TaskConfig, weights: Callable[..., Any]) -> set[str]:
     """Check the result of `weights(cfg)`, and return the names of the parts in it.
 
-    Raises ConfigError unless the result is a dict of finite numbers by name, and none of the names is in PARTS, is a
-    Column, or names another metric of the reward.
+    Raises ConfigError unless the result is a dict of finite numbers by name. A name may not be in PARTS, may not be a
+    column of evaluations (`Column`), and `reward/NAME` may not be a metric already.
     """
     where = f"task.module={cfg.module}: weights(cfg)"
     given = _result_of(where, weights, cfg)

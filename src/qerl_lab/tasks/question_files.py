@@ -69,8 +69,8 @@ class Row:
     def number_or_text(self, role: str) -> str:
         """Return the value in the column for `role` as stripped text. Numbers become text, 27.0 becomes "27".
 
-        Raises BadRow if the value is missing, blank, or neither a number nor a text. A float that is no decimal of at
-        most 15 digits is refused too, because it was computed: only its own 17 digits would equal it as a decimal.
+        Raises BadRow if the value is missing, blank, or neither a number nor a text. Also raises it for a float with
+        more than 15 significant digits: it is the result of a computation, and hardly any written answer equals it.
         """
         value, column = self.value(role), self.columns[role]
         if isinstance(value, float):
@@ -109,11 +109,11 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make, prefix: 
     """Read the training or held-out questions of a set from task.path, or from the hub if task.path is not set.
 
     `make(id, row)` returns a question. It may return None to leave the row out, or raise BadRow to have the row counted
-    as bad. Questions keep the order of their rows; of equal questions with the same id one is returned. Raises
-    ConfigError if the rows cannot be read, or if over 1% of them are bad.
+    as bad. Questions keep the order of their rows. Of rows that repeat an id, the first is kept; one that differs from
+    it is bad. Raises ConfigError if the rows cannot be read, or if over 1% of them are bad.
 
-    Ids begin with `prefix`, or if that is empty with the last part of `source.hub_id`. They do not depend on who grades
-    the answers, because reports pair questions by id.
+    Ids begin with `prefix`, or if that is empty with the last part of `source.hub_id`, else `cfg.name`. Reports pair
+    the questions of runs by id, so ids do not depend on `task.module`, which may only grade the answers.
     """
     prefix = prefix or source.hub_id.rpartition("/")[2] or cfg.name
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}

@@ -227,9 +227,9 @@ def _is_result(amount: Amount, relation: Relation) -> bool:
 def _compare_relations(left: Relation, right: Relation) -> bool:
     """Tell whether two relations are equal, side by side or turned around: `a < b` and `b > a`.
 
-    Two relations that each have a single sign (such as = or <) are also equal if one relation is a constant multiple of
-    the other, by the quotient of their differences at several points: `2x = 4` and `x = 2`. Raises Unreadable if a
-    value is undefined or too large.
+    Two relations that each have a single sign (such as = or <) are also equal if one is a constant multiple of the
+    other: `2x = 4` and `x = 2`. Then the quotient of their differences (left side - right side) is the same at several
+    points. Raises Unreadable if a value is undefined or too large.
     """
     if len(left.sides) != len(right.sides):
         return False

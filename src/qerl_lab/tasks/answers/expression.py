@@ -183,11 +183,11 @@ class _Reader:
         return Op("neg", (node,)) if negative else node
 
     def power(self) -> Node:
-        """Parse `power = raised | letter ("^" factor)? "(" sum ")" ("^" factor)?`: a letter with brackets behind it.
+        """Parse `power = raised | letter ("^" factor)? "(" sum ")" ("^" factor)?`.
 
-        The letter is a factor, as in `n(n+1)`, if it also stands in the text without brackets, exponent, subscript or
-        prime behind it. It is a factor too if it is not f or g, has brackets behind it only once, and these contain a
-        sum. Otherwise it is a function, as in `f(2x)`.
+        A letter before brackets is a factor, as in `n(n+1)`, if it also stands in the text without brackets, exponent,
+        subscript or prime behind it. It is a factor too if it is not f or g, has brackets behind it only once, and
+        these contain a sum. Otherwise it is a function, as in `f(2x)`.
         """
         node = self.raised(self.atom())
         if not (self.sees("(", "[") and _letter(node)):

@@ -52,7 +52,8 @@ def _bounded_terms(form: Form) -> frozenset[Node]:
 def _ends(form: Form) -> list[Value]:
     """Return the numbers where the intervals of a set begin or end, unsorted, infinity included.
 
-    For a set such as {1, 2} it returns the elements. Raises Unreadable if the form is no set of real numbers.
+    For a set such as {1, 2} it returns the elements, and for an inequality also the negatives, which are ends of
+    |x| < 3. Raises Unreadable if the form is no set of real numbers.
     """
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
@@ -60,7 +61,7 @@ def _ends(form: Form) -> list[Value]:
         if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not is_variable:
             raise Unreadable("no inequality for one variable")
         ends = [_number(Amount(side)) for side in numbers]
-        return [*ends, *(-end for end in ends)]  # both are ends of |x| < 3
+        return [*ends, *(-end for end in ends)]
     if isinstance(form, Several) and form.kind in ("or", "minus"):
         return [end for part in form.parts for end in _ends(part)]
     if not isinstance(form, Several) or form.kind[:1] not in ("(", "[", "{"):

@@ -254,7 +254,7 @@ def _sides(texts: Iterable[str]) -> tuple[Node, ...]:
 
 
 def _is_name(text: str) -> bool:
-    """Tell whether a text can name a value: `x`, `f(x)`, `Area`, but neither a constant such as `e` nor "wrong"."""
+    """Tell whether a text can name a value: `x`, `f(x)`, `Area`, but no constant such as `e`, and no DOUBTS ("not")."""
     if any(not found[0].isupper() for found in DOUBTS.finditer(text)):  # OR and NO may be segments
         return False
     return _NAME.fullmatch(text.strip()) is not None and text.strip() not in ("e", "i", r"\pi")
