@@ -168,6 +168,17 @@ def test_the_time_limit_holds_for_all_tries_of_a_request(fake: FakeVllm, build) 
         engine.generate(PROMPTS[:1], 2, SAMPLING)
 
 
+def test_the_time_limit_also_ends_the_tries_to_reach_a_server_that_is_away(policy: Policy, build) -> None:
+    """The limit is 1.2 s, and patience would last for a minute."""
+    words = {"rollout__vllm__timeout_minutes": 0.02, "rollout__vllm_server__patience_seconds": 60.0}
+    with running(FakeVllm(policy)) as gone:
+        engine = build(rollout__vllm_server__url=gone.url, **words)
+    began = time.monotonic()
+    with pytest.raises(EngineFailed, match="is away"):
+        engine.generate(PROMPTS[:1], 2, SAMPLING)
+    assert time.monotonic() - began < 20
+
+
 def test_closing_ends_the_other_requests_after_a_failed_one(fake: FakeVllm, build) -> None:
     """Two groups are sampled at once, so most of the ten are never sent."""
     engine = build(rollout__batch_size=4, rollout__vllm_server__patience_seconds=60.0)

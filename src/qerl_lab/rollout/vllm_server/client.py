@@ -45,8 +45,8 @@ class ServerClient:
         """Send an HTTP request and return the parsed JSON answer, or None for an empty one.
 
         The request must be safe to repeat: after a lost connection it is sent again for `patience` seconds, although
-        the server may have handled it already. Each try may take ANSWER_SECONDS; with `deadline` (time.monotonic) all
-        tries together may take until then.
+        the server may have handled it already. Each try may take ANSWER_SECONDS. With a `deadline` (time.monotonic) a
+        try may take until then, and no other begins after it.
 
         Raises Refused if the server answers with an error or a web page, Unanswered if it gives no answer in time, and
         EngineFailed if it cannot be reached or wants an API key.
@@ -64,11 +64,12 @@ class ServerClient:
                 raise Unanswered(f"{self.name} did not answer {path}") from None
             except httpx.TransportError as error:
                 why = f"{type(error).__name__}: {redact(str(error)) or 'no message'}"
-            lost = lost or time.monotonic()
-            if time.monotonic() - lost >= self.patience:
+            now = time.monotonic()
+            lost = lost or now
+            if now - lost >= self.patience or (deadline is not None and now >= deadline):
                 raise EngineFailed(
-                    f"{self.name} is away ({why}): tried for {self.patience:g} s "
-                    f"(rollout.vllm_server.patience_seconds). {ADVICE} If the server is elsewhere, type "
+                    f"{self.name} is away ({why}): tried for {min(now - lost, self.patience):.3g} s (at most "
+                    f"rollout.vllm_server.patience_seconds). {ADVICE} If the server is elsewhere, type "
                     "rollout.vllm_server.url=URL."
                 )
             time.sleep(min(PAUSE_SECONDS, self.patience))
