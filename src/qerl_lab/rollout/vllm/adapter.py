@@ -41,10 +41,10 @@ class DenseAdapter:
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def attach(self, vllm_model: nn.Module) -> None:
-        """Find the adapter's buffers in `vllm_model`, and let its layers read the policy's packed weights.
+        """Find the adapter's buffers in `vllm_model`, and let its layers use the policy's packed weights.
 
-        With FP8 activations vLLM's layers read only their own weights, because a product that unpacks the policy's
-        weights would take activations in 16 bits.
+        The layers unpack these for calls with many rows (`use_packed_layers`). With FP8 activations they do not,
+        because the product with unpacked weights would take activations in 16 bits.
         """
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.lora_modules(self.model)
         if self.cfg.format.activations != "fp8":

@@ -91,7 +91,7 @@ def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, 
 
 
 def _check_marlin(vllm_layer: nn.Module, parts: Layers) -> None:
-    """Raise ConfigError unless `vllm_layer` holds the weights of `parts`, stacked, in Marlin's layout."""
+    """Raise ConfigError unless vLLM computes `vllm_layer` with Marlin, in tensors shaped like `parts` stacked."""
     name, first = next(iter(parts.items()))
     kernel = type(getattr(getattr(vllm_layer, "scheme", None), "kernel", None)).__name__
     if kernel != KERNEL:
