@@ -39,7 +39,7 @@ from qerl_lab.system.terminal import format_path
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}  # x axis -> end of the file name
-# Figures that only some reports have; a new report deletes those of an earlier one.
+# Figures that only some reports have; a new report deletes the ones that an earlier report left.
 OPTIONAL = ("*-by-*.png", "paper_*.png", "passes.png", "entropy-and-gain.png", "effects.png")
 
 

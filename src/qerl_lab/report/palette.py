@@ -144,7 +144,7 @@ def png(figure: Figure) -> bytes:
 def with_fewer_colors(png: bytes) -> bytes:
     """Reduce a PNG to its 128 most frequent colors, which makes it a third of its size; other colors take the nearest.
 
-    The colors of background, lines and marks stay as they are: a clustering (k-means) would merge those of thin lines.
+    The colors of background, lines and marks stay as they are: a clustering (k-means) would merge colors of thin lines.
     """
     image = Image.open(io.BytesIO(png)).convert("RGB")
     by_count = sorted(image.getcolors(image.width * image.height), key=lambda counted: (-counted[0], counted[1]))

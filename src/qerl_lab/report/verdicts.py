@@ -215,8 +215,8 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
 def _correct_and_test(claim: Claim, p: PValues, others: Sequence[PValues]) -> tuple[PValues, Verdict]:
     """Correct the p-values of a contrast for the other contrasts of its family, and find the verdict.
 
-    `p` has the contrast's uncorrected p-values, `others` has those of each other contrast. Returns the p-values
-    corrected by Holm's method, and the verdict at `LEVEL`.
+    `p` has the uncorrected p-values of the contrast, `others` of each other contrast. Returns the p-values corrected by
+    Holm's method, and the verdict at `LEVEL`.
     """
     adjusted = PValues(*(stats.holm([own, *rest])[0] for own, *rest in zip(p, *others, strict=True)))
     is_above, is_small, is_below = (value < LEVEL for value in adjusted)
