@@ -125,8 +125,8 @@ def _distinct(cfg: TaskConfig, of_heldout: bool) -> list[Problem]:
 def worked_solution(rng: random.Random, problem: Problem) -> str:
     """Write a correct solution of a problem as `<think>..</think><answer>..</answer>`; method and words vary at random.
 
-    Because the solutions vary, a small model trained on them has output entropy like that of a real language model. The
-    model also has something to explore, because its shorter solutions go wrong more often.
+    Because the solutions vary, a small model trained on them has about the output entropy of a real language model. It
+    also has something to explore, because its shorter solutions go wrong more often.
     """
     method = rng.choices(METHODS, WEIGHTS)[0]
     if method == "in the head":

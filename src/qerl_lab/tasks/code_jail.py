@@ -48,8 +48,8 @@ CALLS = {
 OPEN, OPENAT, IOCTL, FCNTL, PRLIMIT, MADVISE = (2, -1), (257, 56), (16, 29), (72, 25), (302, 261), (28, 233)
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 TERMINAL, FCNTLS = (0x5401,), (0, 1, 2, 3, 4, 1030)  # TCGETS; F_DUPFD to F_SETFL, F_DUPFD_CLOEXEC: none signals
-# NORMAL to DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE. Not MERGEABLE, whose timing leaks other processes' memory, and not
-# HWPOISON, with which root can disable memory of the machine.
+# NORMAL to DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE. Not MERGEABLE, which leaks other processes' memory by its timing, and
+# not HWPOISON, with which root can disable memory of the machine.
 ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE gives EPERM
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF instructions
