@@ -54,14 +54,14 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
     layout of a layer.
     """
     layers = packed_layers(policy.base)
-    pairs = list(_fused_pairs(layers, model))
-    held = {name for _, parts in pairs for name in parts}
+    fused = list(_fused_layers(layers, model))
+    held = {name for _, parts in fused for name in parts}
     if missing := [name for name in layers if name not in held]:
         raise cannot_share(f"finds no layer in vLLM's model that holds {missing[0]}")
-    for vllm_layer, parts in pairs:
+    for vllm_layer, parts in fused:
         if TILES not in vllm_layer._buffers:  # the lab's own layout was checked when it was made
             _check_marlin(vllm_layer, parts)
-    return [name for vllm_layer, parts in pairs for name in _share_layer(vllm_layer, parts)]
+    return [name for vllm_layer, parts in fused for name in _share_layer(vllm_layer, parts)]
 
 
 def shared_bytes(policy: Policy) -> int:
@@ -74,7 +74,7 @@ def cannot_share(why: str) -> ConfigError:
     return ConfigError(f"rollout.vllm.share_base=true {why}. Type rollout.vllm.share_base=false.")
 
 
-def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
+def _fused_layers(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
     """Yield each fused layer of vLLM's `model`, such as qkv_proj, with the policy's layers that are its parts.
 
     The parts are in the order of their rows, by name. `layers` are the policy's packed layers. A layer of vLLM is
