@@ -11,7 +11,7 @@ def main(words: list[str]) -> int:
 
 
 def command() -> None:
-    """The process of the command."""
+    """Run the command with the arguments of this process, and exit with its exit code."""
     exits.run(main)
 
 

@@ -212,9 +212,9 @@ def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: Con
 
 
 def _refuse_misnamed_files(config: RunConfig, choices: Mapping[str, str | None]) -> None:
-    """Refuse the file of an arm or a scale that gives its runs another name, or names an unknown key in differs_in.
+    """Refuse the file of an arm or a scale if its runs would not be called like the file, or if differs_in is wrong.
 
-    `choices` maps the groups of `config` to their options. Raises ConfigError.
+    differs_in may hold only known keys. `choices` maps the groups of `config` to their options. Raises ConfigError.
     """
     for group in ("experiment", "scale"):
         option, name = choices.get(group), getattr(config, group)

@@ -26,9 +26,9 @@ def continue_sweep(plan: Plan) -> Plan:
 
     Looks in hydra.sweep.dir if the user typed it, else among the sweeps beside `plan.directory`, the last begun first.
     Jobs are the same if directory name, arm, seed, gpus and question files agree. A sweep beside `plan.directory` must
-    also have all the jobs and the current code hash, because other code may give other numbers. Returns a single run
-    unchanged. If no sweep matches, the plan keeps its directories, and its jobs get a note if an earlier sweep ran all
-    of them with other code, or some of them and no other job.
+    also have all the jobs and the current code hash, because other code may give other numbers. If none matches, the
+    plan keeps its directories. Its jobs then get a note on the last sweep that ran all of them with other code, or that
+    ran only some of them and no other job. A single run is returned unchanged.
 
     Raises ConfigError if, in a typed hydra.sweep.dir, the directory of a job holds a run that differs from the job.
     """

@@ -249,7 +249,7 @@ def explain(error: Exception) -> str:
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:
-    """Return the message for OmegaConf's error about `key`, whose value came from a YAML file or an interpolation."""
+    """Return the message for OmegaConf's error about `key`, if its value came from a YAML file or an interpolation."""
     key = re.sub(r"\[\d+\]$", "", key)  # an item of a list
     problem = f"{key}: {first_line(error).rstrip('.')}"
     if key.startswith("hydra."):

@@ -144,8 +144,8 @@ class CheckJobs(Callback):
 def run(cfg: DictConfig) -> int:
     """Start the run that Hydra composed as `cfg`, and wait for its end. Hydra calls this.
 
-    A single run is checked, gets its directory, and ends this process with its exit code. A job of a sweep was checked
-    by `CheckJobs`, and its exit code is returned. hydra/launcher=lab starts such jobs without this function.
+    A single run is checked, gets its directory, and ends this process with its exit code. A job of a sweep, which
+    `CheckJobs` has checked, returns its exit code. It comes here only with another hydra/launcher than `lab`.
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode != RunMode.MULTIRUN:
