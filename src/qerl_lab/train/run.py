@@ -50,7 +50,7 @@ class Session:
 
     Attributes:
         cfg: the recorded configuration, in which optim.micro_batch_size may be null.
-        sized_cfg: the same with the micro-batch size that this process uses; null is 1 until `run` has chosen a size.
+        sized_cfg: the same with a micro-batch size; where `cfg` has null, it is 1 until `run` has chosen one.
         saved: the checkpoint to resume from; None for a new run.
         notes: lines to print for the user.
         tracker: writes the record; only rank 0 has one.
@@ -295,7 +295,7 @@ def train(session: Session) -> None:
 
 
 def record_steps(session: Session, tracker: Tracker, trainer: LabTrainer, bar: terminal.TrainingProgress) -> None:
-    """Let `trainer` record every step, show it on `bar` and warn of trouble, and store the settings in checkpoints."""
+    """Make `trainer` record each step, show it on `bar`, warn of trouble, and put the settings into checkpoints."""
     directory = session.directory
     watch = health.Watch(session.cfg, [line["metrics"] for line in directory.metrics()])
 
