@@ -129,7 +129,8 @@ def check_type(name: str, field: Field[Any], value: Any) -> None:
 
     `field` is the dataclass field of the key (see `option`). The message suggests the default, or an example of the
     type if the default is empty or a long text. For a bool it suggests both values, because a user may type `no` for
-    either default. For a whole number given as 1e3 it suggests 1000, unless `check_bounds` raises its error for 1000.
+    either default. For 1e3 in place of a whole number it suggests 1000. If 1000 is out of bounds, the message says so
+    instead.
     """
     kind: Any = field.type
     if has_type(value, kind):

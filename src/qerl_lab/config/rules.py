@@ -158,7 +158,8 @@ def validate(cfg: RunConfig) -> None:
 def check_engine(cfg: RunConfig) -> None:
     """Raise ConfigError if a setting of `cfg` excludes its rollout engine.
 
-    For an evaluation, which can replace only the engine of a run: the error names only the first remedy, an engine.
+    Evaluations call this. They can replace only the engine of a run, so the error names only the first remedy of
+    `NEEDS`, an engine.
     """
     rows = [needs for needs in NEEDS if needs.allowed.startswith("rollout.engine")]
     _check_needs(cfg, [needs._replace(remedy=needs.remedy.partition(",")[0]) for needs in rows])
