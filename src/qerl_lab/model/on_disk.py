@@ -213,7 +213,7 @@ def check_chat_model(folder: Path, setting: str) -> None:
 def context_tokens(config: dict[str, Any]) -> int | None:
     """Return the model's context length in tokens from `config`, its config.json; None if not given there.
 
-    Rope scaling of a checkpoint that states its trained length only (linear, dynamic, yarn) is not counted.
+    If config.json states the length before rope scaling (linear, dynamic, yarn), the scaling is not counted.
     """
     return config.get("max_position_embeddings")
 

@@ -17,8 +17,8 @@ def of_layers(
 ) -> dict[str, float | None]:
     """Return the squared error of all `packed` layers together, against their weights in the files `dense`.
 
-    `relative` is |stored - weight|^2 / |weight|^2, and `sqnr_db` its inverse in decibels (None as in `decibels`).
-    `of_layer` explains `fit_scales`.
+    The entry `relative` is |stored - weight|^2 / |weight|^2. The entry `sqnr_db` is its inverse in decibels, or None as
+    in `decibels`. `of_layer` explains `fit_scales`.
     """
     signal = error = 0.0
     for name, layer in packed.items():
