@@ -72,7 +72,7 @@ def evaluate(
 
     Returns rows as `ask_questions` does. `cfg` is the configuration of the training run. Uses the engine's current
     weights. The sampling seed is a hash of `cfg.seed` alone: all evaluations of a run, and all runs with the same seed,
-    share it. The transformers engine adds `part.start` to the seed.
+    share it. With the transformers engine the draws also depend on `part.start`, so on the number of ranks.
     """
     most, seed = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed)
     sampling = Sampling(most, seed, cfg.eval.temperature, cfg.eval.top_p, first=part.start)

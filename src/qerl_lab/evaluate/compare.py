@@ -67,7 +67,7 @@ class Difference:
 
     @property
     def p(self) -> float:
-        """Two-sided p-value against the hypothesis that the mean of B - A is 0."""
+        """Return the two-sided p-value of the hypothesis that the mean of B - A is 0."""
         return p_value(self.interval, self.by_question.shape[1])
 
 

@@ -52,7 +52,7 @@ class Arm(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name in the results: format, recorded options that differ from the default, and method."""
+        """Return the name in the results: format, recorded options that differ from the default, and method."""
         usual, values = FormatConfig(), asdict(formats.build(self.cfg.format))
         options = [f"{key}={spell_value(value)}" for key, value in values.items() if value != getattr(usual, key)]
         return " ".join([self.cfg.format.name, *options, self.method])
@@ -73,12 +73,12 @@ class Texts:
 
     @property
     def model(self) -> PreTrainedModel:
-        """Dense model that sampled the texts."""
+        """Return the dense model that sampled the texts."""
         return self.policy.base
 
     @property
     def lengths(self) -> list[int]:
-        """Number of completion tokens of each text."""
+        """Return the number of completion tokens of each text."""
         return [len(completion) for _, completion in self.pairs]
 
 

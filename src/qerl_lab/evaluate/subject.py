@@ -192,9 +192,9 @@ def load_questions(cfg: TaskConfig, prefix: str) -> Task:
 def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
     """Return the configuration of the benchmark `name`, with its questions in `path`.
 
-    This is `run_task` if `run_task` has the name and sets no task.module, and else conf/task/NAME.yaml. If the YAML has
-    no instruction, the instruction of `run_task` is used. With `path` None the questions come from the path of
-    `run_task`, or for a YAML from the task's own source.
+    This is `run_task` if it has the name, and sets no task.module, which would replace parts of the benchmark. Else it
+    is conf/task/NAME.yaml, with the instruction of `run_task` if the YAML has none. With `path` None the questions come
+    from the path of `run_task`, or for a YAML from the task's own source.
     """
     if run_task is not None and name == run_task.name and not run_task.module:
         return replace(run_task, path=path or run_task.path)
