@@ -307,9 +307,9 @@ class Machine:
                 )
         if run.status == FAILED and code in (FAILURE, USAGE):  # another code: FAILED is from an attempt before
             self.failed.add(planned.key)
-            self._tell(planned, f"failed: {run.reason}")
+            self._report(planned, f"failed: {run.reason}")
         elif run.status != DONE:
-            self._tell_end(planned, code, when="" if run.is_claimed else " before its run began")
+            self._report_end(planned, code, when="" if run.is_claimed else " before its run began")
             return False
         trained = time.time()
         training_seconds = max(trained - start, run.result().get("seconds", 0.0))  # the result counts all sessions
@@ -334,7 +334,7 @@ class Machine:
         words = ["-m", "qerl_lab.evaluate", command, f"run={self.run_folder(planned)}", *words]
         code = self._call(planned, words, visible)
         if code != OK:
-            self._tell_end(planned, code, f"is trained, and its evaluation `{line}` ")
+            self._report_end(planned, code, f"is trained, and its evaluation `{line}` ")
         return code == OK
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
@@ -361,7 +361,7 @@ class Machine:
                 process.kill()
             return None
 
-    def _tell_end(self, planned: Planned, code: int | None, subject: str = "", when: str = "") -> None:
+    def _report_end(self, planned: Planned, code: int | None, subject: str = "", when: str = "") -> None:
         """Print how a process ended before its work was done, and add the run to `failed` unless it was stopped.
 
         `code` is the result of `_call`. The words `subject` and `when` are printed before and after the verb.
@@ -373,9 +373,9 @@ class Machine:
         else:
             how = f"ended with exit code {code}"
             self.failed.add(planned.key)
-        self._tell(planned, f"{subject}{how}{when}")
+        self._report(planned, f"{subject}{how}{when}")
 
-    def _tell(self, planned: Planned, how: str) -> None:
+    def _report(self, planned: Planned, how: str) -> None:
         """Print why a run, or one of its evaluations, is not done here; `how` follows the run's key."""
         line = f"{planned.key} {how}; {format_path(self.console_file(planned))} has its output\n"
         print(line, end="", flush=True)  # one write, because the threads of other runs print too
