@@ -305,7 +305,7 @@ class RunDirectory:
     def refuse_edited_config(self, saved: checkpoint.Saved) -> None:
         """Raise ConfigError if resolved.yaml differs from the configuration in the checkpoint `saved`.
 
-        Compares the keys in `saved.config` (those of `arm.settings_of_run`); an empty one passes. A key of `arm.ADDED`
+        Compares the keys in `saved.config` (see `arm.settings_of_run`); an empty one passes. A key of `arm.ADDED`
         that either lacks counts with its value in `arm.ADDED`. An extension after the checkpoint may add steps.
         """
         if not saved.config:
@@ -417,10 +417,10 @@ class RunDirectory:
     ) -> None:  # fmt: skip
         """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
 
-        `data` describes the questions (`Task.data`). `linear_backend` is the engine's kernel for 4-bit products, if
-        any. `micro_batch_size` counts completions per pass. `module` is the path in task.module. `code_hash` is the
-        hash of the source files when the process began; None computes it now. The command comes from .typed, which is
-        then deleted; without that file it is the command of this process.
+        `data` describes the questions (`Task.data`). `linear_backend` is the engine's kernel for products with packed
+        weights, if any. `micro_batch_size` counts completions per pass. `module` is the path in task.module.
+        `code_hash` is the hash of the source files when the process began; None computes it now. The command comes from
+        .typed, which is then deleted; without that file it is the command of this process.
         """
         typed = self._read_json(TYPED, dict)
         # Not the number of files: the user may have moved a damaged one away.
