@@ -87,9 +87,9 @@ def _gap(kl: float, target: float) -> float:
 def _next_log_sigma(tried: list[Attempt], near: float) -> float | None:
     """Return the next log sigma to try; None to end the search. `near` is log(1 + solver.tolerance).
 
-    While all attempts are on one side of the target, follow a line through the last attempt to the target. Its slope is
-    `SLOPE`, or the slope between the last two attempts if that is smaller. Too small a slope overshoots the target,
-    which helps: then attempts lie on both sides of it.
+    While all attempts are on one side of the target, follow a line through the last attempt to the target, but not by
+    more than `LEAP`. Its slope is `SLOPE`, or the slope between the last two attempts if that is smaller, but at least
+    SLOPE / 10. Too small a slope overshoots the target, which helps: then attempts lie on both sides of it.
 
     With attempts on both sides, take the zero of the secant between the two nearest. Take their middle if one of their
     KLs is 0 or infinite, or if the last two attempts were on the same side. End the search if the two are closer than

@@ -78,7 +78,7 @@ def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     if (unasked := overrides_without_evaluation(cfg)) and heldout < 2:
         remedy = f"Type {more}, or"
         if cfg.task.path:
-            remedy = f"Add {_rows_to_hold_out(cfg.task.name, Path(cfg.task.path).expanduser())}, or type"
+            remedy = f"Add {_what_to_add(cfg.task.name, Path(cfg.task.path).expanduser())}, or type"
         elif cfg.task.module:
             remedy = "Let its function heldout return more, or type"
         raise ConfigError(
@@ -92,8 +92,8 @@ def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     return notes
 
 
-def _rows_to_hold_out(task: str, path: Path) -> str:
-    """Return the words of an error message for the rows to add to `path`, so that more questions are held out."""
+def _what_to_add(task: str, path: Path) -> str:
+    """Return what to add to `path` so that more questions are held out, as words for an error message."""
     if path.is_file() or (task in question_sets.SOURCES and question_sets.SOURCES[task].test is None):
         return f"rows, of which one in {question_files.ONE_IN} is held out"
     return "some to test.jsonl"

@@ -79,9 +79,10 @@ class TrainingProgress(ProgressBar):
         super().__init__("", steps, done, "step")
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the step and its metrics on the bar; without a terminal print a line at every tenth of the run.
+        """Show the step and its metrics on the bar; without a terminal print a line at some steps.
 
-        `metrics` must have a value for each name in `SHOWN`.
+        These are every tenth of the run, its last step, and this session's first. `metrics` must have a value for each
+        name in `SHOWN`.
         """
         shown = ", ".join(f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items())
         if self.bar is not None:

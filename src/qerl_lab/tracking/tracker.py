@@ -118,7 +118,7 @@ class Tracker:
 
     @property
     def is_mirrored(self) -> bool | None:
-        """Whether MLflow has the whole record; None if `tracking.mlflow` is off."""
+        """Tell whether MLflow has the whole record; None if `tracking.mlflow` is off."""
         return self._followers["mlflow"].is_whole if "mlflow" in self._followers else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
