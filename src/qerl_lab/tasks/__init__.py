@@ -148,7 +148,7 @@ def is_on_the_hub(cfg: TaskConfig) -> bool:
 
 
 def makes_questions(cfg: TaskConfig) -> bool:
-    """Tell whether questions come from the user's file `task.module`, which may read none of the `task.*` keys.
+    """Tell whether a function of the user's file `task.module` returns questions, for which it may read task.path.
 
     Raises ConfigError if the file cannot be used.
     """
