@@ -62,7 +62,7 @@ def report(options: ReportOptions) -> None:
         copy = f"copy their file to {format_path(folder / CLAIMS)} and type the same line again"
         if note := _note_other_claims(compared.counted, [*folder.glob(CLAIMS)], copy):
             print(f"{note}\n")
-    print(comparison.text(compared, comparison.baseline_of(list(compared.arms), options.baseline)))
+    print(comparison.text(compared, comparison.baseline_of(compared.arms, options.baseline)))
 
 
 def _note_other_claims(runs: "Sequence[Run]", tested: Sequence[Path], remedy: str) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -182,6 +183,23 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
         parts = _parts_of_labels([run for run in runs if scale_of[run.arm] == scale])
         found |= {arm: _spell_label(name, [f"scale={scale}", *words]) for arm, (name, words) in parts.items()}
     return found
+
+
+def usual(labels: Sequence[str], runs_of: Mapping[str, Sequence[Run]]) -> str | None:
+    """Return the label of the arm that stands for all of `labels`, which fit equally; None if it is not clear.
+
+    This is the arm labeled by its experiment's name alone. If there is none, it is the arm with the values that most
+    arms of `runs_of` have in the settings in which `labels` differ. The choice does not depend on results.
+    """
+    alone = [label for label in labels if label == runs_of[label][0].experiment]
+    if len(alone) == 1:
+        return alone[0]
+    keys = differing_keys([runs_of[label][0] for label in labels])
+    values = {label: tuple(runs[0].value(key) for key in keys) for label, runs in runs_of.items()}
+    arms_with = Counter(values.values())
+    most = max((arms_with[values[label]] for label in labels), default=0)
+    found = [label for label in labels if arms_with[values[label]] == most]
+    return found[0] if len(found) == 1 else None
 
 
 def keys_of_scales(runs: Sequence[Run]) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,21 +182,23 @@ def tabulate_scales(comparison: Comparison, head: str) -> list[list[str]]:
 # --- the text of the report
 
 
-def baseline_of(labels: Sequence[str], wanted: str | None) -> str | None:
-    """Find the label of the baseline in `labels`; `wanted` is a full label or the name of an experiment.
+def baseline_of(runs_of: Mapping[str, Sequence[Run]], wanted: str | None) -> str | None:
+    """Return the label of the baseline among the arms `runs_of`, which maps labels to runs.
 
-    If `wanted` is None, `BASELINE` is looked for, and the result is None unless `BASELINE` fits exactly one of several
-    arms. Raises ConfigError if a given `wanted` fits no arm or several.
+    `wanted` is a full label or the name of an experiment; of several arms with that name `arms.usual` is taken. If
+    `wanted` is None, `BASELINE` is looked for, and the result is None if there is one arm only, or no such baseline.
+    Raises ConfigError if a given `wanted` fits no arm or several.
     """
     name = wanted or BASELINE
-    fits = [arm for arm in labels if arm == name] or [arm for arm in labels if arm.partition(" (")[0] == name]
+    fits = [name] if name in runs_of else [label for label in runs_of if label.partition(" (")[0] == name]
+    found = arms.usual(fits, runs_of)
     if wanted is None:
-        return fits[0] if len(fits) == 1 and len(labels) > 1 else None
-    if len(fits) == 1:
-        return fits[0]
+        return found if len(runs_of) > 1 else None
+    if found is not None:
+        return found
     what = "is several arms" if fits else "is none of the arms"
-    hint = did_you_mean(wanted, list(labels))
-    raise ConfigError(f"baseline={wanted} {what}.{hint} Allowed: {'; '.join(fits or labels)}. Type one, in quotes.")
+    hint = did_you_mean(wanted, list(runs_of))
+    raise ConfigError(f"baseline={wanted} {what}.{hint} Allowed: {'; '.join(fits or runs_of)}. Type one, in quotes.")
 
 
 def text(comparison: Comparison, baseline: str | None) -> str:

@@ -68,7 +68,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     speed = speed_tables.tabulate_files(bench)
     stored = results.to_tables(compared.runs, compared.damaged, compared.arm_of)
     compared = comparison.compare(*results.from_tables(stored))  # use only what the files hold from here on
-    baseline = comparison.baseline_of(list(compared.arms), wanted)
+    baseline = comparison.baseline_of(compared.arms, wanted)
     file = folder / CLAIMS
     own_claims = claims.read(file, format_path(file), key="") if file.exists() else None
     rows = judge(compared.counted, compared.runs, own_claims)

@@ -147,10 +147,9 @@ def test_entropies_of_forking_tokens_and_answers_stand_beside_the_mean(tmp_path:
 
 def test_several_arms_that_match_one_row_of_the_paper_get_no_number_of_it(tmp_path: Path) -> None:
     """The paper names no learning rate for a row. Arms of two models do not compete, and each gets the number."""
-    for rate in (1e-5, 1e-4):
+    for name, rate in (("a", 1e-5), ("b", 1e-4)):
         make_run(tmp_path / f"{rate}", "bf16", 0, optim__learning_rate=rate, **ON_GSM8K)
-    for name in ("a", "b"):
-        make_run(tmp_path / name, "nvfp4", 0, model__path=f"hub/{name}", **ON_GSM8K)
+        make_run(tmp_path / name, "nvfp4", 0, optim__learning_rate=rate, model__path=f"hub/{name}", **ON_GSM8K)
     first, *_ = tables(comparison.read([tmp_path]), None)
     assert [(row[0].partition(" ")[0], row[-1]) for row in first.rows[1:]] == [
         ("bf16", "-"), ("bf16", "-"), ("nvfp4", "0.885"), ("nvfp4", "0.885"),

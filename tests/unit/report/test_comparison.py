@@ -15,10 +15,12 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.record.line_files import Sample
 from qerl_lab.report import comparison
+from qerl_lab.report.runs import Run
 from qerl_lab.report.stats import over_seeds
 from qerl_lab.tools.samples import format_step
 from qerl_lab.tracking.mlflow import resync
 from run_directories import config, make_run
+from simulated_runs import record
 
 
 @pytest.fixture
@@ -306,12 +308,23 @@ def test_the_baseline_is_bf16_or_the_given_arm(sweep: Path, printed: Callable[..
     assert "No arm is bf16: for differences type for example baseline=nvfp4." in printed("sweep")
 
 
-def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> None:
-    arms = ["bf16 (steps=5)", "nvfp4 (steps=5)", "nvfp4 (steps=6)"]
-    assert comparison.baseline_of(arms, "bf16") == comparison.baseline_of(arms, None) == arms[0]
-    assert comparison.baseline_of(arms, "nvfp4 (steps=6)") == arms[2]
+def of_arms(*arms: tuple[str, int]) -> dict[str, list[Run]]:
+    """Return a run for each arm, given as (experiment, steps), by a label with both."""
+    return {f"{name} (steps={steps})": [record({"steps": str(steps)}, 0, 0.5)] for name, steps in arms}
+
+
+def test_a_baseline_may_be_named_by_its_experiment_where_it_is_clear_which_arm_that_is() -> None:
+    arms = of_arms(("bf16", 5), ("nvfp4", 5), ("nvfp4", 6), ("nf4", 7))
+    assert comparison.baseline_of(arms, "bf16") == comparison.baseline_of(arms, None) == "bf16 (steps=5)"
+    assert comparison.baseline_of(arms, "nvfp4 (steps=6)") == "nvfp4 (steps=6)"
+    assert comparison.baseline_of(arms, "nvfp4") == "nvfp4 (steps=5)", "most arms have 5 steps"
+    arms |= of_arms(("nf4", 6))
     with pytest.raises(ConfigError, match=r"nvfp4 is several arms.* nvfp4 \(steps=5\); nvfp4 \(steps=6\)"):
         comparison.baseline_of(arms, "nvfp4")
+    with pytest.raises(ConfigError, match="baseline=mxfp4 is none of the arms"):
+        comparison.baseline_of(arms, "mxfp4")
+    assert comparison.baseline_of(of_arms(("bf16", 5), ("bf16", 6)), None) is None
+    assert comparison.baseline_of(of_arms(("bf16", 5)), None) is None, "one arm has nothing to be compared with"
     several = comparison.Comparison({label: [] for label in ("adhoc", "bf16 (steps=5)", "bf16 (steps=6)")}, [], {}, [])
     assert comparison.describe_no_baseline(several, None).endswith("baseline='bf16 (steps=5)'.")
 
