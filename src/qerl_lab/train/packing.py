@@ -45,6 +45,16 @@ def forward_packed(
     return SimpleNamespace(log_probs=_unpack(out.log_probs, held), entropy=_unpack(out.entropy, held))
 
 
+def forward_padded(model: Callable[..., Any], *, attention_mask: Tensor, **kwargs: Any) -> Any:
+    """Compute a padded batch by `model`; a token's position is its index among the tokens, as in `generate`.
+
+    Without `position_ids` models with learned positions, such as GPTBigCode, count the padding before a prompt too.
+    `kwargs` are the model's further arguments; returns what it returns.
+    """
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    return model(attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+
+
 def _unpack(row: Tensor, held: Tensor) -> Tensor:
     """Scatter a packed `row` [1, tokens - 1] to the shape of `held` [B, T], which is true at tokens.
 

@@ -251,7 +251,7 @@ class LabTrainer(GRPOTrainer):
         does: a weight w is never negative, so min(r w A, clip(r) w A) = w min(r A, clip(r) A). The forward pass skips
         padding if the run packs.
         """
-        call = partial(packing.forward_packed, model) if self.packs else model
+        call = partial(packing.forward_packed if self.packs else packing.forward_padded, model)
         if not torch.is_grad_enabled():
             # The policy without its adapter is the KL reference, which has no noise either.
             norms = self.policy.clean_norms if self.policy.adapter_is_off else None

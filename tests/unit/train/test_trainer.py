@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM, TrainerCallback
 
 import trained
 from qerl_lab import tasks
@@ -24,6 +24,7 @@ from qerl_lab.tasks import Task
 from qerl_lab.train.noise_level import probe
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged, Stop
+from small_checkpoints import write_dense
 from trained import Trained
 
 REFILLS = {"algorithm__dynamic_sampling": True, "algorithm__max_resamples": 2}
@@ -64,6 +65,19 @@ def test_a_completion_is_scored_by_one_forward_on_policy(train, changes: dict[st
     (metrics,) = run.steps
     assert metrics["sampler/logprob_gap_max"] < 1e-4
     assert metrics["policy/clip_fraction"] == 0
+
+
+def test_a_token_has_the_position_that_it_was_sampled_at(train, tmp_path) -> None:
+    """GPTBigCode learns its positions, and by itself counts the padding before a prompt among them."""
+    torch.manual_seed(0)
+    config = GPTBigCodeConfig(vocab_size=512, n_embd=32, n_layer=1, n_head=4, initializer_range=0.2, eos_token_id=2)
+    folder = write_dense(tmp_path / "model", GPTBigCodeForCausalLM(config))
+    found = train(
+        model__path=str(folder), format__name="bf16", aqn__norms=["ln_1"], lora__target_modules=["c_attn"],
+        rollout__max_completion_tokens=8, rollout__prompts_per_step=8, rollout__group_size=2,
+    )  # fmt: skip
+    assert len({len(group.prompt_ids) for group in found.batches[0].groups}) > 1, "no prompt is padded"
+    assert found.steps[0]["sampler/logprob_gap_max"] < 1e-4
 
 
 def test_a_base_with_dropout_of_its_own_keeps_the_forward_without(train, tiny, build_policy) -> None:
