@@ -25,7 +25,7 @@ from qerl_lab.config.option import ConfigError, require_package
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import ASSETS
-from small_checkpoints import write_dense, write_packed
+from small_checkpoints import edit_config, write_dense, write_packed
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +231,20 @@ def test_a_text_longer_than_the_context_is_refused_with_the_words_that_fit(
         on_disk.check(model, plain(model__path=str(model), **given))
     changed = {f"rollout__{word.removeprefix('rollout.')}": int(n) for word, n in (w.split("=") for w in typed.split())}
     on_disk.check(model, plain(model__path=str(model), **(given | changed)))
+
+
+@pytest.mark.parametrize("changes", [
+    {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 512},  # as in Phi 3.5
+    {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 512},
+    {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 512}},  # as transformers saves it
+])  # fmt: skip
+def test_a_text_is_not_longer_than_the_first_of_two_sets_of_frequencies(changes: dict[str, Any], model: Path) -> None:
+    given = {"rollout__max_prompt_tokens": 256, "rollout__max_completion_tokens": 257}
+    on_disk.check(model, plain(model__path=str(model), **given))
+    edit_config(model, **({"rope_parameters": None} | changes))
+    with pytest.raises(ConfigError, match=r"made for 512 \(its config\.json: original_max_position_embeddings\)"):
+        on_disk.check(model, plain(model__path=str(model), **given))
+    on_disk.check(model, plain(model__path=str(model), **(given | {"rollout__max_completion_tokens": 256})))
 
 
 @pytest.mark.parametrize("scale", [name for name in choices_of("scale") if name != "custom"])

@@ -213,8 +213,15 @@ def check_chat_model(folder: Path, setting: str) -> None:
 def context_tokens(config: dict[str, Any]) -> int | None:
     """Return the model's context length in tokens from `config`, its config.json; None if not given there.
 
-    If config.json states the length before rope scaling (linear, dynamic, yarn), the scaling is not counted.
+    If config.json states the length before rope scaling (linear, dynamic, yarn), the scaling is not counted. A model with
+        LongRoPE (Phi 3.5, Phi 4 mini) has two sets of rotary frequencies, for texts up to its original context and for
+        longer ones. Only the original context counts, because transformers chooses the set by the longest text of a batch
+        and vLLM by `max_model_len`: with longer texts sampler and trainer would compute two policies.
     """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):  # su: Phi 3's first name of it
+        config = config | rope
+        return config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
     return config.get("max_position_embeddings")
 
 
@@ -238,9 +245,10 @@ def check_context(config: dict[str, Any], cfg: RunConfig, setting: str, group: s
     if context is None or prompt + completion <= context:
         return
     shorter = min(prompt, max(context // 2, context - completion))
+    original = "" if context == config.get("max_position_embeddings") else "original_"
     raise ConfigError(
         f"{group}max_prompt_tokens={prompt} and {group}max_completion_tokens={completion} are {prompt + completion} "
-        f"tokens, and {setting} was made for {context} (its config.json: max_position_embeddings). Type "
+        f"tokens, and {setting} was made for {context} (its config.json: {original}max_position_embeddings). Type "
         f"{group}max_prompt_tokens={shorter} {group}max_completion_tokens={context - shorter}."
     )
 
