@@ -79,20 +79,23 @@ def should_pack(cfg: RunConfig, model: PreTrainedModel) -> bool:
 
     With optim.packing=auto a run packs on a GPU with model.attention=sdpa, if the model allows packing.
     """
+    by_itself = cfg.model.attention == "sdpa" and model.device.type == "cuda"
+    if not (cfg.optim.packing == "on" or (cfg.optim.packing == "auto" and by_itself)):
+        return False
     allowed = is_packable(model)
     if cfg.optim.packing == "on" and not allowed:
         raise ConfigError(
             f"optim.packing=on is not possible for {cfg.model.path}; allowed: models in which every layer attends to "
             "all earlier tokens, without dropout, capped logits, or attention of its own. Type optim.packing=off."
         )
-    by_itself = cfg.model.attention == "sdpa" and model.device.type == "cuda" and allowed
-    return cfg.optim.packing == "on" or (cfg.optim.packing == "auto" and by_itself)
+    return allowed
 
 
 def is_packable(model: PreTrainedModel) -> bool:
     """Return whether `attend` can replace the model's attention: every layer is causal over all earlier tokens.
 
-    Dropout, capped logits and a fixed attention implementation exclude it.
+    Dropout, capped logits and a fixed attention implementation exclude it, and so do layers that do not pass the
+    sequence lengths on to the attention (StableLM, Nemotron).
     """
     config = model.config.get_text_config()
     if layer_types := getattr(config, "layer_types", None):
@@ -100,7 +103,21 @@ def is_packable(model: PreTrainedModel) -> bool:
     else:
         attends_to_all = getattr(config, "sliding_window", None) is None
     is_plain = not any(getattr(config, name, None) for name in ("attn_logit_softcapping", "attention_dropout"))
-    return attends_to_all and is_plain and model._can_set_attn_implementation()  # takes an AttentionInterface
+    takes_interface = model._can_set_attn_implementation()  # an AttentionInterface
+    return attends_to_all and is_plain and takes_interface and _passes_lengths(model)
+
+
+@torch.no_grad()
+def _passes_lengths(model: PreTrainedModel) -> bool:
+    """Run one token through `model`; return whether its layers pass the lengths of the sequences on to `attend`."""
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=model.device)
+    try:
+        with packed_attention(model):
+            model(input_ids=token, position_ids=token, cu_seq_lens_q=starts, max_length_q=1, use_cache=False)
+    except TypeError:  # `attend` was called without them
+        return False
+    return True
 
 
 def attend(

@@ -9,7 +9,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
 from trl.trainer.utils import add_fused_lm_head
 
 from packed_layers import tiny_model
@@ -131,7 +140,10 @@ def test_only_tokens_are_computed() -> None:
     ("cpu", {"optim__packing": "auto"}, False), ("cpu", {"optim__packing": "on"}, True),
     ("cuda", {"model__attention": "sdpa"}, True), ("cuda", {"model__attention": "eager"}, False),
 ])  # fmt: skip
-def test_a_gpu_packs_by_itself_where_it_keeps_the_attention(device: str, changes: dict, packs: bool, tiny) -> None:
+def test_a_gpu_packs_by_itself_where_it_keeps_the_attention(
+    device: str, changes: dict, packs: bool, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_passes_lengths", lambda _: True)  # the model below computes nothing
     model = SimpleNamespace(device=torch.device(device), config=tiny_model().config)
     model._can_set_attn_implementation = lambda: True
     assert packing.should_pack(tiny(**changes), model) is packs
@@ -161,12 +173,20 @@ def capped():
     return model
 
 
+def with_layers_that_keep_the_lengths():
+    shape = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    return StableLmForCausalLM(StableLmConfig(**shape))
+
+
 def with_attention_of_its_own():
     """transformers would only warn, and the sequences of a row would attend to each other."""
     return BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=64, n_layer=1, n_head=2, attention_dropout=0.0))
 
 
-@pytest.mark.parametrize("make", [sliding, mixed, capped, dropping, with_attention_of_its_own])
+@pytest.mark.parametrize("make", [
+    sliding, mixed, capped, dropping, with_layers_that_keep_the_lengths, with_attention_of_its_own,
+])  # fmt: skip
 def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, tiny) -> None:
     assert packing.is_packable(tiny_model())
     with pytest.raises(ConfigError, match=r"optim\.packing=on is not possible for pocket.*Type optim"):
