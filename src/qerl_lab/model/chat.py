@@ -25,13 +25,17 @@ class Chat:
 
     Attributes:
         key: the key with which the user sets the instruction, for messages; empty in a command without one.
+        embeddings: the model's number of embeddings; None if the ids of prompts are not to be checked.
         day: the date for templates that write a date. A run keeps the day of its start when it resumes, so that its
             prompts stay the same.
         writes_date: whether the template has written the date into a prompt.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str = "task.instruction") -> None:
-        self.tokenizer, self.key, self.day, self.writes_date = tokenizer, key, date.today(), False
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, key: str = "task.instruction", embeddings: int | None = None
+    ) -> None:
+        self.tokenizer, self.key, self.embeddings = tokenizer, key, embeddings
+        self.day, self.writes_date = date.today(), False
 
     @property
     def notes(self) -> list[str]:
@@ -42,7 +46,7 @@ class Chat:
         """Return the token ids of a chat up to the answer.
 
         `messages` have keys `role` and `content`. Raises ConfigError if the template raises an error or leaves a
-        message out.
+        message out, or if the model has no embedding for a token.
         """
         template = f"the chat template of {self.tokenizer.name_or_path}"
         another = "another model, or put a chat_template.jinja into its directory that writes every message."
@@ -59,6 +63,11 @@ class Chat:
             if message["content"].strip() not in text:
                 problem = f"{template} leaves out {LEFT_OUT[message['role']]}, so that the model would never read it."
                 raise ConfigError(f"{problem} {remedy if message['role'] == 'system' else f'Type {another}'}")
+        if self.embeddings is not None and (largest := max(ids)) >= self.embeddings:
+            raise ConfigError(
+                f"{template} writes {self.tokenizer.decode([largest])!r}, token {largest}, and the model has "
+                f"{self.embeddings} embeddings; allowed: tokens below that. Put the model's own tokenizer beside it."
+            )
         return ids
 
     def _dates(self) -> dict[str, str]:

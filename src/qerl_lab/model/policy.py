@@ -139,7 +139,7 @@ class Policy:
     @cached_property
     def chat(self) -> Chat:
         """Return the renderer of chats with the tokenizer's template."""
-        return Chat(self.tokenizer)
+        return Chat(self.tokenizer, embeddings=self.base.get_input_embeddings().num_embeddings)
 
     def prompt(self, prompt_ids: list[int]) -> str:
         """Decode a prompt to text, special tokens included."""

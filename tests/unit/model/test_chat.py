@@ -34,6 +34,17 @@ def test_a_prompt_is_what_the_template_writes() -> None:
     assert own.notes == []
 
 
+def test_a_token_that_the_model_has_no_embedding_for_is_refused_before_the_first_forward(tiny: Any) -> None:
+    """The model would end in `IndexError: index out of range in self`, on a GPU in a device-side assert."""
+    built = policy.build(tiny(), torch.device("cpu"))
+    built.tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    built.tokenizer.chat_template = EVERY + "<|new|>"
+    count = built.base.get_input_embeddings().num_embeddings
+    assert built.tokenizer.convert_tokens_to_ids("<|new|>") == count
+    with pytest.raises(ConfigError, match=rf"'<\|new\|>', token {count}, and the model has {count} embeddings; "):
+        built.chat.prompt_ids(ASKED)
+
+
 @pytest.mark.parametrize(("template", "words"), [
     ("{{ messages[-1].content }}", ["leaves out the instruction", "task.instruction=''"]),
     ("{{ messages[0].content }}", ["leaves out the question"]),
