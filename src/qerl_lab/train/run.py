@@ -185,7 +185,8 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
             f"now stretch: a run of {cfg.steps} steps from the start would differ"
         )
     if not saved and cfg.lora.start_from:
-        notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
+        kl = ", and algorithm.beta weighs the KL to the base without it" if cfg.algorithm.beta else ""
+        notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash}){kl}")
     for count, what in ((data.left_out, "more question"), (data.heldout_left_out, "held-out question")):
         if count:
             limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"

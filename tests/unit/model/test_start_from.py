@@ -52,10 +52,12 @@ def changed(run: Path, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("of_run", [True, False])
-def test_a_run_begins_with_the_adapter_weights_of_another(run: Path, tmp_path: Path, begun: Tiny, of_run: bool) -> None:
+@pytest.mark.parametrize(("of_run", "beta"), [(True, 0.0), (False, 0.1)])
+def test_a_run_begins_with_the_adapter_weights_of_another(
+    run: Path, tmp_path: Path, begun: Tiny, of_run: bool, beta: float
+) -> None:
     start = run if of_run else changed(run, tmp_path / "adapter")
-    cfg = begun(start, format__name="nvfp4")
+    cfg = begun(start, format__name="nvfp4", algorithm__beta=beta)
     check(cfg, tmp_path / "second")
     directory = claimed(tmp_path / "second", cfg)
     session = build_session(directory.config(), directory, Stop())
@@ -63,7 +65,8 @@ def test_a_run_begins_with_the_adapter_weights_of_another(run: Path, tmp_path: P
     own = get_peft_model_state_dict(session.policy.model)
     assert own.keys() == held.keys()
     assert all(torch.equal(own[name], held[name]) for name in held)
-    assert any(f"begins with the adapter of {start}" in note for note in session.notes)
+    (note,) = (note for note in session.notes if f"begins with the adapter of {start}" in note)
+    assert ("the KL to the base without it" in note) is (beta > 0)
 
 
 def test_the_content_of_the_adapter_decides_the_arm(run: Path, tmp_path: Path) -> None:
