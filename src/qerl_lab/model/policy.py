@@ -74,16 +74,20 @@ class Policy:
         return self.base.device
 
     @property
-    def uses_dropout(self) -> bool:
-        """Tell whether training uses dropout: the adapter does, or a key with "drop" in the base's config is above 0.
+    def base_dropout(self) -> dict[str, float]:
+        """Return the dropout rates above 0 in the base's config, by key: each key with "drop" in its name.
 
         A key counts even if the model does not use it.
         """
-        settings = self.model.config.to_dict()
-        rates = [value for key, value in settings.items() if "drop" in key and isinstance(value, int | float)]
-        if isinstance(self.model, PeftModel):
-            rates.append(self.model.peft_config["default"].lora_dropout)
-        return max(rates, default=0.0) > 0
+        rates = self.model.config.to_dict().items()
+        return {key: rate for key, rate in rates if "drop" in key and isinstance(rate, int | float) and rate > 0}
+
+    @property
+    def uses_dropout(self) -> bool:
+        """Tell whether training uses dropout: the adapter does, or `base_dropout` has a rate."""
+        if isinstance(self.model, PeftModel) and self.model.peft_config["default"].lora_dropout > 0:
+            return True
+        return bool(self.base_dropout)
 
     def autocasting(self) -> AbstractContextManager[object]:
         """Return a context manager that autocasts float32 master weights to `dtype`; with an adapter it does nothing.

@@ -193,6 +193,12 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
             are = f"{what} is" if count == 1 else f"{what}s are"
             notes.append(f"{count:,} {are} longer than {limit}, and left out")
     notes += policy.chat.notes
+    if policy.base_dropout:
+        rates = ", ".join(f"{key}={rate:g}" for key, rate in policy.base_dropout.items())
+        notes.append(
+            f"the model's config.json has dropout ({rates}), which acts in training only: the loss is of another "
+            "policy than the one that samples. Set it to 0 there to train without"
+        )
     sized_cfg = cfg.with_micro_batch(cfg.optim.micro_batch_size or 1)
     return Session(cfg, sized_cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
 

@@ -21,6 +21,7 @@ from qerl_lab.train import run as run_module
 from qerl_lab.train.__main__ import main
 from qerl_lab.train.stop import Stop
 from run_directories import claimed
+from small_checkpoints import edit_config
 
 
 @pytest.mark.parametrize("taken", ["fp4_tiles", None])
@@ -183,3 +184,13 @@ def test_a_chat_template_with_a_date_gets_the_day_on_which_the_run_began(tiny, t
     prompt = session.policy.chat.prompt_ids(session.data.task.messages(session.data.questions[0]))
     assert session.policy.prompt(prompt).startswith("26 Jul 2024")
     assert any("2024-07-26" in note for note in session.notes)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_model_with_dropout_of_its_own_is_noted(tiny, tmp_path: Path, rate: float) -> None:
+    """Nobody asked for it, and each update would be of a policy other than the sampler's."""
+    model = Path(shutil.copytree(ASSETS, tmp_path / "model"))
+    edit_config(model, attention_dropout=rate)
+    cfg = tiny(model__path=str(model))
+    session = run_module.build_session(cfg, claimed(tmp_path / "run", cfg), Stop())
+    assert any("has dropout (attention_dropout=0.1)" in note for note in session.notes) is (rate > 0)
