@@ -213,10 +213,11 @@ def check_chat_model(folder: Path, setting: str) -> None:
 def context_tokens(config: dict[str, Any]) -> int | None:
     """Return the model's context length in tokens from `config`, its config.json; None if not given there.
 
-    If config.json states the length before rope scaling (linear, dynamic, yarn), the scaling is not counted. A model with
-        LongRoPE (Phi 3.5, Phi 4 mini) has two sets of rotary frequencies, for texts up to its original context and for
-        longer ones. Only the original context counts, because transformers chooses the set by the longest text of a batch
-        and vLLM by `max_model_len`: with longer texts sampler and trainer would compute two policies.
+    If config.json states the length before rope scaling (linear, dynamic, yarn), the scaling is not counted.
+
+    A model with LongRoPE (Phi 3.5, Phi 4 mini) has two sets of rotary frequencies, for texts up to its original context
+    and for longer ones. Only the original context counts, because transformers chooses the set by the longest text of a
+    batch and vLLM by `max_model_len`: with longer texts sampler and trainer would compute two policies.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):  # su: Phi 3's first name of it
