@@ -105,19 +105,19 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
     rows = []
     for label, runs in comparison.arms.items():
         means = {
-            "accuracy_before": mean_of_arm(matrix(runs, "before"), SHARE),
-            "accuracy_after": mean_of_arm(matrix(runs, "after"), SHARE),
-            "gain": mean_of_arm(matrix(runs, "gain"), CHANGE),
+            "accuracy_before": mean_of_arm(accuracy_matrix(runs, "before"), SHARE),
+            "accuracy_after": mean_of_arm(accuracy_matrix(runs, "after"), SHARE),
+            "gain": mean_of_arm(accuracy_matrix(runs, "gain"), CHANGE),
         }
         if baseline is not None and label != baseline:
             for phase, name, most in (("after", "difference", 1), ("gain", "gain_difference", 2)):
-                differences = matrix(runs, phase) - matrix(comparison.arms[baseline], phase)
+                differences = accuracy_matrix(runs, phase) - accuracy_matrix(comparison.arms[baseline], phase)
                 means[name] = mean_of_arm(differences, (-most, most))
         row: dict[str, Any] = {
             "arm": label,
             "seeds": len(runs),
             "runs": comparison.started[label],
-            "questions": matrix(runs, "after").shape[1],
+            "questions": accuracy_matrix(runs, "after").shape[1],
         }
         for name, interval in means.items():
             ends = zip(("", "_low", "_high"), interval, strict=True)
@@ -136,16 +136,16 @@ def accuracy_rows(comparison: Comparison, baseline: str | None) -> Rows:
     rows = [["arm", "finished", "before", "after", "gain", *([f"after - {baseline}"] if baseline else [])]]
     for label, runs in comparison.arms.items():
         cells = [label, f"{len(runs)} of {comparison.started[label]}"]
-        cells += [seeds_cell(matrix(runs, phase), SHARE) for phase in ("before", "after")]
-        cells.append(seeds_cell(matrix(runs, "gain"), CHANGE, format_change))
+        cells += [seeds_cell(accuracy_matrix(runs, phase), SHARE) for phase in ("before", "after")]
+        cells.append(seeds_cell(accuracy_matrix(runs, "gain"), CHANGE, format_change))
         if baseline is not None:
-            difference = matrix(runs, "after") - matrix(comparison.arms[baseline], "after")
+            difference = accuracy_matrix(runs, "after") - accuracy_matrix(comparison.arms[baseline], "after")
             cells.append(NONE if label == baseline else seeds_cell(difference, CHANGE, format_change))
         rows.append(cells)
     return rows
 
 
-def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
+def accuracy_matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
     """Return held-out accuracy or gain of an arm [seeds, questions]; `phase` is "before", "after" or "gain".
 
     Only questions that every seed answered have a column. Runs without evaluation have no row.

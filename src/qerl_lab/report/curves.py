@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_lab.report import palette
 from qerl_lab.report.arms import format_setting
-from qerl_lab.report.comparison import Comparison, matrix
+from qerl_lab.report.comparison import Comparison, accuracy_matrix
 from qerl_lab.report.palette import add_legend_below, add_title, format_tick, styled
 from qerl_lab.report.reference import is_plain
 from qerl_lab.report.runs import Run
@@ -264,7 +264,7 @@ def _draw_two_points(
             continue
         mean, low, high = math.nan, math.nan, math.nan
         if curve.metric == "eval/accuracy":
-            mean, low, high = mean_of_arm(matrix(runs, "after" if is_after else "before"), SHARE)
+            mean, low, high = mean_of_arm(accuracy_matrix(runs, "after" if is_after else "before"), SHARE)
         if math.isnan(low):
             of_seeds = values.to_numpy(float)[:, None]
             mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(of_seeds))
