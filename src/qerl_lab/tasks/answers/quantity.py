@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from qerl_lab.tasks.answers.tokens import ALIASES, FUNCTIONS, GREEK
 
-# Measures, separated by semicolons: the name, then other spellings, each also with a plural "s".
+# Units, separated by semicolons: the name, then other spellings, each also with a plural "s".
 _NAMES = """
 mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; nm nanometer nanometre
 in inch inches; ft foot feet; yd yard; mi mile; AU; pc parsec; acre; ha hectare
@@ -17,7 +17,7 @@ mph; kph kmph; Hz hertz; degree deg; rad radian; K kelvin; Pa pascal; N newton
 J joule; kJ kilojoule; eV; erg; W watt; kW kilowatt; V volt; A ampere amp; ohm
 dollar usd buck; cent; euro; yen; rupee
 """
-MEASURES = {alias: line.split()[0] for line in re.split("[;\n]", _NAMES.strip()) for alias in line.split()}
+UNITS = {alias: line.split()[0] for line in re.split("[;\n]", _NAMES.strip()) for alias in line.split()}
 _ORDINALS = ("st", "nd", "rd", "th")
 # Counted things that do not end in "s", or are so short that they would be read as a product of variables.
 _THINGS = """
@@ -29,7 +29,7 @@ _COUNTED = frozenset(_THINGS.split())
 _NO_PLURAL = re.compile(r"ss$|us$|is$|'s$|^(?:perhaps|always|sometimes|seems|fails|exceeds)$")
 _BEHIND = "per a an / in of for on at with every old tall long deep wide high away late over now"
 _BEHIND_THINGS = frozenset(_BEHIND.split())  # words that may follow the thing without changing the number
-_MATHEMATICS = (FUNCTIONS | GREEK | ALIASES.keys()) - MEASURES.keys()  # `60/lambda x` is no `60 sec`
+_MATHEMATICS = (FUNCTIONS | GREEK | ALIASES.keys()) - UNITS.keys()  # `60/lambda x` is no `60 sec`
 _ONE_LETTER = "msgJNWVKL"  # without a font these are units only after a plain number
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 # Words after a number that change its value, or make it none.
@@ -110,11 +110,11 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
         return False
     if rate:  # `60/day`, `5 an hour`; `60/ab` is a fraction
         shortest_unit = 2 if money else 3
-        is_unit = len(first) >= shortest_unit and measure(first) != ""
+        is_unit = len(first) >= shortest_unit and unit_of(first) != ""
         return is_unit or len(first) > 3 or first in _COUNTED
     if len(first) == 1:  # `5 m` is five meters, `5x m` a product
         return first in _ONE_LETTER and _NUMBER.fullmatch(body) is not None
-    if measure(first) != "" or first in _SCALES or first in _COUNTED:
+    if unit_of(first) != "" or first in _SCALES or first in _COUNTED:
         return True
     if first in (*_ORDINALS, "sq", "cu", "per"):  # `3 per day`
         return True
@@ -139,29 +139,29 @@ def _read_words(body: str, words: str, money: str) -> Quantity | None:
         thing = [parts[0], *takewhile(lambda word: word.lower() not in _BEHIND_THINGS, parts[1:])][-1].partition("^")[0]
         is_symbol = len(thing) < 3 or (len(thing) == 3 and not thing.islower())
         is_plural = thing.islower() and thing.endswith("s") and not _NO_PLURAL.search(thing)
-        if not (is_symbol or is_plural or thing.lower() in _COUNTED or measure(thing)):
+        if not (is_symbol or is_plural or thing.lower() in _COUNTED or unit_of(thing)):
             return None
-    return Quantity(body, money or measure(" ".join(parts)), scale=scale)
+    return Quantity(body, money or unit_of(" ".join(parts)), scale=scale)
 
 
-def measure(words: str) -> str:
-    """Return the unit that `words` name, as in MEASURES: "cm^2" for "square centimeters"; "" if they name none."""
+def unit_of(words: str) -> str:
+    """Return the unit that `words` name, as in UNITS: "cm^2" for "square centimeters"; "" if they name none."""
     words = re.sub(r"\bper\b", "/", re.sub(r" squared\b", "^2", re.sub(r" cubed\b", "^3", words)))
     parts = re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"[{}]", "", words)).split()
     power = ""
     while parts and parts[0].lower() in ("sq", "square", "cubic", "cu"):
         power = "^2" if parts.pop(0).lower() in ("sq", "square") else "^3"
-    named = [_named_measure(part) for part in parts]
+    named = [_unit_of_word(part) for part in parts]
     return "".join(named) + power if all(named) else ""
 
 
-def _named_measure(word: str) -> str:
+def _unit_of_word(word: str) -> str:
     """Return the unit that one word names: "cm^2" for "centimeters^2", "km/h" for "km/hours"; "" if it names none."""
     stem, mark, power = word.partition("^")
     for spelling in (stem, stem.lower(), stem.removesuffix("s"), stem.lower().removesuffix("s")):
-        if spelling in MEASURES:
-            return MEASURES[spelling] + mark + power
+        if spelling in UNITS:
+            return UNITS[spelling] + mark + power
     if "/" in stem:
-        over = [_named_measure(part) for part in stem.split("/")]
+        over = [_unit_of_word(part) for part in stem.split("/")]
         return "/".join(over) + mark + power if all(over) else ""
     return ""
