@@ -117,7 +117,7 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
                 about = f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}"
                 image = palette.png(curves.draw(chosen, curve, by, baseline, styles))
                 drawn[curve.title].append(Drawn(f"{curve.name}-{BY[by]}", about, image))
-        for figure in paper_curves.figures_beside(curve.name, firsts):
+        for figure in paper_curves.figures_below(curve.name, firsts):
             image, caption = palette.png(paper_curves.draw(figure)), paper_curves.caption(figure, firsts)
             drawn[curve.title].append(Drawn(figure.name, figure.about, image, caption))
     if passes := diagnostics.draw_passes(compared):

@@ -52,8 +52,8 @@ FIGURES = [
 ]
 
 
-def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """Select the paper's figures to show under our curve `below`, e.g. "reward", for comparison.
+def figures_below(curve: str, runs: Sequence[Run]) -> list[PaperFigure]:
+    """Select the paper's figures to show below our curve `curve`, e.g. "reward", for comparison.
 
     A figure is selected if figures.yaml assigns it to this curve, if it varies a setting in which `runs` differ, and if
     it shows a task of `runs` or none. If the paper has no task of `runs`, the task does not matter. `runs` has one run
@@ -64,7 +64,7 @@ def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
     varied |= {"schedule"} if len(schedules - {"off"}) > 1 else set()
     varied |= {"bigmath"} if "bigmath" in {run.value("task.name") for run in runs} else set()
     tasks = _tasks_of_paper(runs) or set(TASKS.values())
-    return [figure for figure in FIGURES if figure.below == below and figure.varies in varied and figure.shows(tasks)]
+    return [figure for figure in FIGURES if figure.below == curve and figure.varies in varied and figure.shows(tasks)]
 
 
 def _tasks_of_paper(runs: Sequence[Run]) -> set[str]:

@@ -95,7 +95,7 @@ def arms(**changes: str) -> list[Run]:
 def test_a_figure_stands_beside_arms_that_differ_in_the_setting_it_varies(
     changes: dict[str, str], reward: list[str], entropy: list[str], sigma: list[str]
 ) -> None:
-    shown = {below: [figure.number for figure in paper_curves.figures_beside(below, arms(**changes))] for below in
+    shown = {below: [figure.number for figure in paper_curves.figures_below(below, arms(**changes))] for below in
              ("reward", "entropy", "sigma", "sampler_entropy")}  # fmt: skip
     assert shown == {"reward": reward, "entropy": entropy, "sigma": sigma, "sampler_entropy": []}
 
@@ -119,7 +119,7 @@ def test_every_line_has_the_digitized_points(figure: paper_curves.PaperFigure) -
 @pytest.mark.parametrize(("task", "shown"), [("gsm8k", "3B GSM8K"), ("bigmath", "7B BigMath"), ("arithmetic", "both")])
 def test_arms_of_a_task_of_the_paper_stand_beside_figures_of_that_task_alone(task: str, shown: str) -> None:
     runs = [replace(run, settings={**run.settings, "task.name": task}) for run in arms(aqn__schedule="exponential")]
-    found = [figure for figure in paper_curves.figures_beside("reward", runs) if figure.number == "Figure 8"]
+    found = [figure for figure in paper_curves.figures_below("reward", runs) if figure.number == "Figure 8"]
     both = ["3B GSM8K", "7B BigMath"]
     named = [f"{figure.model.removeprefix('Qwen2.5-')} {figure.task.split(',')[0]}" for figure in found]
     assert named == (both if shown == "both" else [shown])
