@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qerl_lab.report.stats import pass_at, powers_of_two
+from qerl_lab.report.stats import pass_at, values_of_k
 
 
 def every_subset(k: int, right: int, samples: int) -> float:
@@ -28,7 +28,7 @@ def test_large_counts_stay_exact() -> None:
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (16, [1, 2, 4, 8, 16])])
 def test_k_takes_the_powers_of_two_and_the_number_of_samples(samples: int, expected: list[int]) -> None:
-    assert powers_of_two(samples) == expected
+    assert values_of_k(samples) == expected
 
 
 @pytest.mark.parametrize(("k", "right"), [(0, 1), (5, 1), (2, -1), (2, 5)])

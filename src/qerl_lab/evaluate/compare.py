@@ -20,7 +20,7 @@ from qerl_lab.evaluate import summary
 from qerl_lab.evaluate.evaluate_options import BY_TASK
 from qerl_lab.evaluate.summary import ABOUT, COMMON, GROUP, OWN, ROWS, SCHEMA
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
+from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, values_of_k
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
 
@@ -229,7 +229,7 @@ def differences(pairs: Pairs, groups: Sequence[Group]) -> Iterator[Difference]:
                 )
         samples = int(rows_a[0]["draw"].max()) + 1
         measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": summary.accuracies}
-        measures |= {f"pass@{k}": partial(summary.pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
+        measures |= {f"pass@{k}": partial(summary.pass_rates, k=k) for k in values_of_k(samples) if k > 1}
         if samples > 1 and all("completion" in rows for rows in [*rows_a, *rows_b]):
             measures["answer entropy"] = summary.answer_entropies
         for measure, by_id in measures.items():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qerl_lab.report.stats import pass_at, powers_of_two, share_interval
+from qerl_lab.report.stats import pass_at, share_interval, values_of_k
 from qerl_lab.system.terminal import columns
 from qerl_lab.tasks.grading import answer_entropy
 
@@ -50,7 +50,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
     """
     samples, of_questions = int(rows["draw"].max()) + 1, accuracies(rows)
     mean, low, high = share_interval(of_questions.to_numpy(), samples)
-    passes = {k: share_interval(pass_rates(rows, k).to_numpy(), samples) for k in powers_of_two(samples)}
+    passes = {k: share_interval(pass_rates(rows, k).to_numpy(), samples) for k in values_of_k(samples)}
     draws = rows.groupby("id", sort=False)["accuracy"].var(ddof=1) if samples > 1 else None
     count = len(of_questions)
     return {

@@ -20,7 +20,7 @@ from qerl_lab.report.curves import LEGEND_CHARS, add_panel_legend
 from qerl_lab.report.measures import MEASURES, Unmeasured, count_right
 from qerl_lab.report.palette import format_tick, styled
 from qerl_lab.report.runs import Run
-from qerl_lab.report.stats import Interval, pass_at, powers_of_two
+from qerl_lab.report.stats import Interval, pass_at, values_of_k
 from qerl_lab.report.verdicts import Row
 
 PANELS_ACROSS = 3
@@ -50,7 +50,7 @@ def pass_at_each_k(runs: Sequence[Run]) -> Passes:
         raise Unmeasured("pass@k needs two seeds and questions")
     by_k = {
         k: stats.mean_of_arm(pd.DataFrame([pass_at(k, seed, samples) for seed in right_S_Q]), stats.SHARE)
-        for k in powers_of_two(samples)
+        for k in values_of_k(samples)
     }
     return Passes(by_k, *right_S_Q.shape)
 

@@ -236,7 +236,7 @@ def pass_at(k: int, right_Q: Sequence[int] | np.ndarray, samples: int) -> np.nda
     return 1 - misses[right]
 
 
-def powers_of_two(samples: int) -> list[int]:
+def values_of_k(samples: int) -> list[int]:
     """Return the k for which to report pass@k: 1, 2, 4 ... and `samples` itself."""
     powers = [2**n for n in range(samples.bit_length()) if 2**n < samples]
     return [*powers, samples]
