@@ -69,10 +69,10 @@ def geometric_cell(values_S: pd.Series, spell: Spell = format_number, spell_end:
     return text if text == NONE else f"{text} ({len(values_S)})"
 
 
-def without_empty_columns(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
-    """Drop columns of dashes only; return the rows and the heads of dropped columns. The first `names` columns stay."""
+def without_empty_columns(rows: Rows, keep_first: int = 1) -> tuple[Rows, list[str]]:
+    """Drop columns of dashes only; return the rows and the heads of dropped columns. `keep_first` columns stay."""
     head, *body = rows
-    empty = [n for n in range(names, len(head)) if body and all(row[n] == NONE for row in body)]
+    empty = [n for n in range(keep_first, len(head)) if body and all(row[n] == NONE for row in body)]
     kept = [[cell for n, cell in enumerate(row) if n not in empty] for row in rows]
     return kept, [head[n] for n in empty]
 
