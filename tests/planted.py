@@ -151,7 +151,7 @@ BUGS = [
         "{name: of_ranks[0][name] for name in peak}",
         "unit/train/test_trainer.py::test_peak_memory_is_that_of_the_rank_with_most"),
     Bug("completions of a group have the log-probs of others", "rollout/vllm/vllm_engine.py",
-        "LOGPROBS.pop(names_G[output.index], [])", "LOGPROBS.pop(names_G[-1 - output.index], [])",
+        "LOGPROBS.pop(request_ids_G[output.index], [])", "LOGPROBS.pop(request_ids_G[-1 - output.index], [])",
         "unit/rollout/test_vllm_stop.py"),
     Bug("vLLM keeps results of the old weights", "rollout/vllm/vllm_engine.py",
         "if not self.llm.reset_prefix_cache():", "if False:",

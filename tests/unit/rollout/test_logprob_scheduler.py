@@ -83,5 +83,5 @@ def test_the_scheduler_is_of_the_class_that_vllm_would_have_taken(kept: Any, is_
 
 
 def test_completions_have_the_names_of_vllm() -> None:
-    assert logprob_scheduler.completion_names("3-5af0", 1) == ["3-5af0"]
-    assert logprob_scheduler.completion_names("3-5af0", 2) == ["0_3-5af0", "1_3-5af0"]
+    assert logprob_scheduler.completion_request_ids("3-5af0", 1) == ["3-5af0"]
+    assert logprob_scheduler.completion_request_ids("3-5af0", 2) == ["0_3-5af0", "1_3-5af0"]

@@ -8,7 +8,7 @@ import pytest
 
 from played_vllm import PlayedLlm, played_engine
 from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, Sampling
-from qerl_lab.rollout.vllm.logprob_scheduler import LOGPROBS, completion_names
+from qerl_lab.rollout.vllm.logprob_scheduler import LOGPROBS, completion_request_ids
 
 
 class Endless:
@@ -91,7 +91,7 @@ class TwoTokens(Endless):
 
     def step(self) -> list[SimpleNamespace]:
         super().step()
-        for index, name in enumerate(completion_names("0", 2)):
+        for index, name in enumerate(completion_request_ids("0", 2)):
             LOGPROBS.setdefault(name, []).append(-float(self.steps + 10 * index))
         outputs = [SimpleNamespace(index=index, token_ids=[5, index], finish_reason="stop") for index in (1, 0)]
         return [SimpleNamespace(finished=self.steps == 2, request_id="0", outputs=outputs)]

@@ -11,8 +11,8 @@ from typing import Any
 
 SCHEDULER = f"{__name__}.build_scheduler"  # for `LLM(scheduler_cls=...)`
 
-# Log-probs in nats, by vLLM's id of a completion (`completion_names`). A global, because vLLM documents no way from an
-# engine to its scheduler; a process has one engine.
+# Log-probs in nats, by vLLM's request id of a completion (`completion_request_ids`). A global, because vLLM documents
+# no way from an engine to its scheduler; a process has one engine.
 LOGPROBS: dict[str, list[float]] = {}
 
 
@@ -41,6 +41,6 @@ class StoresLogprobs:
         return outputs_of_clients
 
 
-def completion_names(request: str, group_size: int) -> list[str]:
-    """Return the ids that vLLM gives the `group_size` completions of the request with the id `request`, in order."""
-    return [request] if group_size == 1 else [f"{index}_{request}" for index in range(group_size)]
+def completion_request_ids(request_id: str, group_size: int) -> list[str]:
+    """Return the request ids that vLLM gives the `group_size` completions of the request `request_id`, in order."""
+    return [request_id] if group_size == 1 else [f"{index}_{request_id}" for index in range(group_size)]

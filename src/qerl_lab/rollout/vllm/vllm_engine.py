@@ -135,7 +135,7 @@ class VllmEngine(Engine):
         lora = self._adapter.request if self._adapter else None
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = started + 60 * minutes
-        names_P_G = list[list[str]]()  # vLLM's ids of the completions
+        request_ids_P_G = list[list[str]]()  # of the completions
         done = dict[str, RequestOutput]()  # by request id
         logprob_scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
         with random_state_restored(self.policy.device):
@@ -145,8 +145,8 @@ class VllmEngine(Engine):
                     params = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
                     prompt = {"prompt_token_ids": ids}
                     with raising_engine_failed("generate"):
-                        name = engine.add_request(str(index), prompt, params, lora_request=lora)
-                    names_P_G.append(logprob_scheduler.completion_names(name, group_size))
+                        request_id = engine.add_request(str(index), prompt, params, lora_request=lora)
+                    request_ids_P_G.append(logprob_scheduler.completion_request_ids(request_id, group_size))
                 while engine.has_unfinished_requests():
                     with raising_engine_failed("generate"):
                         finished = [output for output in engine.step() if output.finished]
@@ -160,7 +160,7 @@ class VllmEngine(Engine):
             finally:
                 if len(done) < len(prompt_ids_P):  # so that an interrupted engine can go on
                     engine.abort_request([str(index) for index in range(len(prompt_ids_P))])
-        completions_P_G = [read_completions(done[str(p)], names_G) for p, names_G in enumerate(names_P_G)]
+        completions_P_G = [read_completions(done[str(p)], ids_G) for p, ids_G in enumerate(request_ids_P_G)]
         return Rollout(prompt_ids_P, completions_P_G, time.perf_counter() - started)
 
     def memory_bytes(self) -> dict[str, int]:
@@ -190,14 +190,14 @@ class VllmEngine(Engine):
             torch.cuda.empty_cache()
 
 
-def read_completions(request: RequestOutput, names_G: list[str]) -> list[Completion]:
+def read_completions(request: RequestOutput, request_ids_G: list[str]) -> list[Completion]:
     """Return the completions of a finished request, in order; take their log-probs out of the scheduler's store.
 
-    `names_G` are vLLM's ids of the completions.
+    `request_ids_G` are vLLM's request ids of the completions.
     """
     completions = []
     for output in sorted(request.outputs, key=lambda output: output.index):
-        logprobs = logprob_scheduler.LOGPROBS.pop(names_G[output.index], [])
+        logprobs = logprob_scheduler.LOGPROBS.pop(request_ids_G[output.index], [])
         completions.append(Completion(list(output.token_ids), logprobs, str(output.finish_reason)))
     return completions
 
