@@ -26,8 +26,8 @@ from qerl_lab.rollout.vllm.fp4_tiles import (
     Machine,
     Plan,
     Shape,
+    barrier_counters,
     linear,
-    meeting_counters,
     plan,
     tile_of,
 )
@@ -118,7 +118,7 @@ def operands(rows: int, columns: int, sizes: list[int], rank: int, tile: int) ->
         "B": B,
         "bias": bias,
     }
-    given |= {"divisor": packed["weight_global_scale"], "meeting": meeting_counters(N, DEVICE)}
+    given |= {"divisor": packed["weight_global_scale"], "counters": barrier_counters(N, DEVICE)}
     return {name: tensor.to(DEVICE) for name, tensor in given.items()}, exact
 
 

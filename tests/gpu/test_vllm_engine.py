@@ -164,7 +164,7 @@ def base_hash(engine: object) -> str:
         hashed = hashlib.sha256()
         named = [*model.named_parameters(), *model.named_buffers()]
         for name, tensor in sorted(named, key=lambda item: item[0]):
-            if not any(moving in name for moving in ("lora", "adapter", "layernorm", "meeting")):
+            if not any(moving in name for moving in ("lora", "adapter", "layernorm", "counters")):
                 hashed.update(name.encode())
                 hashed.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return hashed.hexdigest()

@@ -193,7 +193,7 @@ __device__ void add_up(const float* sums, u16* t, const Shape& s, int thread) {
 
 // Compute t = x A^T in bfloat16, in the layout of x. Each block computes a share; after all have, each copies the whole.
 template <int ROWS>
-__device__ void make_t(const u16* x, const u16* A, float* sums, u16* t, u64* meeting, const Shape& s, u32 own, u32 ready) {
+__device__ void make_t(const u16* x, const u16* A, float* sums, u16* t, u64* counters, const Shape& s, u32 own, u32 ready) {
   const int thread = threadIdx.x - (blockDim.x - MAKERS), warps = MAKERS / 32;
   const int items = (s.M + 15) / 16 * (s.columns / 16) * s.splits;
   const int eights = s.R * s.K / 8, few = (eights + gridDim.x - 1) / gridDim.x, first = blockIdx.x * few;  // share of A
@@ -202,13 +202,13 @@ __device__ void make_t(const u16* x, const u16* A, float* sums, u16* t, u64* mee
 #pragma unroll 1
   for (int item = blockIdx.x * warps + thread / 32; item < items; item += gridDim.x * warps) shrink(x, A, sums, s, item);
   sync(MADE, MAKERS);
-  if (thread == 0) await(meeting, arrived(meeting, gridDim.x, blockIdx.x == 0));
+  if (thread == 0) await(counters, arrived(counters, gridDim.x, blockIdx.x == 0));
   sync(MADE, MAKERS);
   add_up<ROWS>(sums, t, s, thread);
   seen_by_copies();
   sync(MADE, MAKERS);
   if (thread) return;
-  await(meeting + 1, arrived(meeting + 1, gridDim.x, blockIdx.x == 0));
+  await(counters + 1, arrived(counters + 1, gridDim.x, blockIdx.x == 0));
   seen_by_copies();
   const u32 bytes = slabs(s) * ROWS * DEPTH * 2;
   arrive_expecting(ready, bytes);
@@ -329,7 +329,7 @@ __device__ void store(const float (&sum)[COUNT / 2], u16* y, u8* out, const Shap
 // Write this piece's sums; after all pieces have, finish a part of the tile, 16 rows of x at a time.
 template <int ROWS, int TILE, int GROUPS, int BLOCKS>
 __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const Memory<ROWS, TILE, GROUPS>& m, const u16* B,
-                      const u16* bias, u16* y, u8* out, float4* partial, u64* meeting, const Shape& s, const Work<true>& w,
+                      const u16* bias, u16* y, u8* out, float4* partial, u64* counters, const Shape& s, const Work<true>& w,
                       int n) {
   constexpr int FOURS = ROWS / 8, OF_TILE = TILE * FOURS * 128, PARTS = ROWS / 16;
   const int block = n / BLOCK - w.tile * TILE;
@@ -352,7 +352,7 @@ __device__ void share(const float (&sum)[BLOCKS][ROWS / 2], float factor, const 
     }
   };
   load(w.piece);
-  if (threadIdx.x == 0) await(meeting + w.tile, arrived(meeting + w.tile, s.pieces, w.piece == 0));
+  if (threadIdx.x == 0) await(counters + w.tile, arrived(counters + w.tile, s.pieces, w.piece == 0));
   sync(SUMS, m.MULTIPLIERS);
 #pragma unroll 1
   for (int i = w.piece; i < BLOCKS * PARTS; i += s.pieces, load(i)) {
@@ -420,7 +420,7 @@ __device__ void end(float (&sum)[BLOCKS][SUMS_OF_BLOCK], u32 last) {
 // One warpgroup: compute its blocks of every tile.
 template <int ROWS, int TILE, int GROUPS, bool SHARED, int BLOCKS>
 __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* divisor, const u16* B, const u16* bias,
-                             u16* y, float4* partial, u64* meeting, const Shape& s, int tiles) {
+                             u16* y, float4* partial, u64* counters, const Shape& s, int tiles) {
   const int warp = threadIdx.x / 32, group = warp / 4;
   const int first_block = group * m.FEW + min(group, m.MORE);
   const u8* const weights = m.weights + first_block * BLOCK_BYTES + warp % 4 * WARP_BYTES;
@@ -446,7 +446,7 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
     }
     if constexpr (SHARED) {
       end(sum, free);
-      share(sum, factor, m, B, bias, y, out, partial, meeting, s, w, n);
+      share(sum, factor, m, B, bias, y, out, partial, counters, s, w, n);
     } else {
       const Bias<BLOCKS> added(bias, s, n);
       end(sum, free);
@@ -463,7 +463,7 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
 __device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_B, const u16* x, const u8* packed,
                           const float* divisor, const u16* A, const u16* B, const u16* bias, u16* y, float* sums, u16* t,
-                          float4* partial, u64* meeting, const Shape& s) {
+                          float4* partial, u64* counters, const Shape& s) {
   typedef Memory<ROWS, TILE, GROUPS> M;
   DYNAMIC_SHARED(memory);
   const M m(s, memory);
@@ -477,13 +477,13 @@ __device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_
   next_may_start();
   if (group < M::MORE) {
     registers<M::REGISTERS, true>();
-    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW + 1>(m, divisor, B, bias, y, partial, meeting + 2, s, tiles);
+    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW + 1>(m, divisor, B, bias, y, partial, counters + 2, s, tiles);
   } else if (group < GROUPS) {
     registers<M::REGISTERS, true>();
-    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW>(m, divisor, B, bias, y, partial, meeting + 2, s, tiles);
+    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW>(m, divisor, B, bias, y, partial, counters + 2, s, tiles);
   } else {
     registers<REGISTERS_OF_OTHERS, false>();
-    if (threadIdx.x >= M::THREADS - MAKERS) make_t<ROWS>(x, A, sums, t, meeting, s, m.t, m.ready);
+    if (threadIdx.x >= M::THREADS - MAKERS) make_t<ROWS>(x, A, sums, t, counters, s, m.t, m.ready);
     else if (elected()) carry<ROWS, TILE, GROUPS, SHARED>(tiles_of_x, rows_of_B, packed, B, s, m, tiles);
   }
 }
@@ -493,7 +493,7 @@ __device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_
   fp4_tiles_##ROWS##_##TILE##_##GROUPS##_##SHARED( \
       const __grid_constant__ TensorMap tiles_of_x, const __grid_constant__ TensorMap rows_of_B, const u16* x, \
       const u8* packed, const float* divisor, const u16* A, const u16* B, const u16* bias, u16* y, float* sums, u16* t, \
-      float4* partial, u64* meeting, const Shape s) { \
+      float4* partial, u64* counters, const Shape s) { \
     fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&tiles_of_x, &rows_of_B, x, packed, divisor, A, B, bias, y, sums, t, partial, \
-                                          meeting, s); \
+                                          counters, s); \
   }

@@ -97,7 +97,7 @@ class Plan:
 
 
 def linear(
-    x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
+    x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], counters: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute y = x W^T + bias + (x A^T) B^T, bfloat16 `[M, N]`, with one launch per `MAX_ROWS` rows.
@@ -113,7 +113,7 @@ def linear(
         A: bfloat16 `[P * r, K]`, the matrices of the layer's P parts (e.g. q, k, v) stacked, each with rank r.
         B: bfloat16 `[N, r]`, scaling included.
         sizes: number of columns of each part in y, N in total.
-        meeting: the layer's tensor from `meeting_counters`.
+        counters: the layer's tensor from `barrier_counters`.
         bias: bfloat16 `[N]`.
 
     Raises ValueError for shapes that `supports` refuses.
@@ -124,12 +124,12 @@ def linear(
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
     for rows_of_x, rows_of_y in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
         if len(rows_of_x):  # split() of an empty x gives one empty part
-            _multiply(rows_of_y, rows_of_x, packed, divisor, A, B, sizes, meeting, bias)
+            _multiply(rows_of_y, rows_of_x, packed, divisor, A, B, sizes, counters, bias)
     return y
 
 
 def _multiply(
-    y: Tensor, x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
+    y: Tensor, x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], counters: Tensor,
     bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Write y for at most `MAX_ROWS` rows of x with one launch; arguments as in `linear`."""
@@ -159,7 +159,7 @@ def _multiply(
         more=depth % how.pieces,
         stages=how.stages,
     )
-    _launch_kernel(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
+    _launch_kernel(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, counters], shape)
 
 
 def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
@@ -190,7 +190,7 @@ def shared_by_mps() -> bool:
     return nvrtc.shared_by_mps(torch.cuda.current_device())
 
 
-def meeting_counters(rows: int, device: torch.device) -> Tensor:
+def barrier_counters(rows: int, device: torch.device) -> Tensor:
     """Allocate the counters of a layer with `rows` rows of W: int64 zeros by which thread blocks synchronize."""
     return torch.zeros(2 + rows // BLOCK, dtype=torch.int64, device=device)
 

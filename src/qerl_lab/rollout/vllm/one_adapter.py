@@ -58,7 +58,7 @@ Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r]
 
 NAME = "one-adapter"
 # Buffers of an `fp4_tiles` layer: the weight, its global scale, and the counters at which thread blocks synchronize.
-OF_TILES = (TILES, DIVISOR, "fp4_meeting")
+OF_TILES = (TILES, DIVISOR, "fp4_counters")
 _OWN_KEY = "one_adapter"  # entry of quantization_config, which is part of the key of compiled graphs
 
 
@@ -276,7 +276,7 @@ class OneAdapterMethod(LinearMethodBase):
         N, device = len(codes), codes.device
         tile = fp4_tiles.tile_of(N, columns, fp4_tiles.machine_of(device).multiprocessors)
         packed = pack(codes, scale, tile)
-        for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.meeting_counters(N, device)), strict=True):
+        for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.barrier_counters(N, device)), strict=True):
             layer.register_buffer(name, tensor, persistent=False)
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
 
@@ -326,8 +326,8 @@ class OneAdapterMethod(LinearMethodBase):
         if self.routes.fp4_tiles and rows > TILES_ROWS:
             return unpacked_product(x, self.decoders, A, B, self.sizes, plain)
         if self.routes.fp4_tiles:
-            packed, divisor, meeting = (getattr(layer, name) for name in OF_TILES)
-            return fp4_tiles.linear(x, packed, divisor, A, B, self.sizes, meeting, plain)
+            packed, divisor, counters = (getattr(layer, name) for name in OF_TILES)
+            return fp4_tiles.linear(x, packed, divisor, A, B, self.sizes, counters, plain)
         if self.packed_layers and rows >= UNPACK_ROWS:
             return unpacked_product(x, [part.decoder for part in self.packed_layers], A, B, self.sizes, plain)
         y = self.base.apply(layer, x, bias)
