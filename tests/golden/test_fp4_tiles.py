@@ -118,7 +118,7 @@ def operands(rows: int, columns: int, sizes: list[int], rank: int, tile: int) ->
         "B": B,
         "bias": bias,
     }
-    given |= {"divisor": packed["weight_global_scale"], "counters": barrier_counters(N, DEVICE)}
+    given |= {"global_scale": packed["weight_global_scale"], "counters": barrier_counters(N, DEVICE)}
     return {name: tensor.to(DEVICE) for name, tensor in given.items()}, exact
 
 
@@ -161,7 +161,7 @@ def test_every_code_in_every_place_with_every_scale(tile: int) -> None:
     codes, scale, weight = every_code(N, K)
     given, _ = operands(64, K, [N], 8, tile)
     given |= {"packed": pack(codes, scale, tile).to(DEVICE), "bias": None, "A": torch.zeros_like(given["A"])}
-    given["divisor"] = torch.ones(1, device=DEVICE)
+    given["global_scale"] = torch.ones(1, device=DEVICE)
     for rows in torch.eye(K, dtype=torch.bfloat16, device=DEVICE).split(64):
         y = linear(**given | {"x": rows}, sizes=[N])
         assert torch.equal(y.cpu().double(), rows.cpu().double() @ weight.t())

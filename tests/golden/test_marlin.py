@@ -10,7 +10,7 @@ import marlin_packer
 from packed_layers import BITS, E4M3, NVFP4, check_same
 from qerl_lab.formats import marlin
 from qerl_lab.formats.marlin import CODES, SCALE, Marlin
-from qerl_lab.formats.nvfp4 import DIVISOR
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -23,14 +23,14 @@ def anything(rows: int, columns: int, scales: Tensor) -> dict[str, Tensor]:
     codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
     drawn = scales[torch.randint(0, len(scales), (rows, columns // 16), generator=generator)]
     drawn[-1, -1] = scales[0]
-    return {"weight_packed": codes, "weight_scale": drawn.view(torch.float8_e4m3fn), DIVISOR: torch.tensor([3.0])}
+    return {"weight_packed": codes, "weight_scale": drawn.view(torch.float8_e4m3fn), GLOBAL_SCALE: torch.tensor([3.0])}
 
 
 def held_by_marlin(*parts: dict[str, Tensor]) -> tuple[dict[str, Tensor], Marlin]:
     layer = marlin_packer.layer(parts)
-    divisor = parts[0][DIVISOR]
-    boost = (2.0**119 / divisor / layer.weight_global_scale).item()
-    return {CODES: layer.weight.data, SCALE: layer.weight_scale.data, DIVISOR: divisor}, Marlin(boost)
+    global_scale = parts[0][GLOBAL_SCALE]
+    boost = (2.0**119 / global_scale / layer.weight_global_scale).item()
+    return {CODES: layer.weight.data, SCALE: layer.weight_scale.data, GLOBAL_SCALE: global_scale}, Marlin(boost)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from packed_layers import BITS, E4M3, NVFP4, check_same
-from qerl_lab.formats.nvfp4 import DIVISOR
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE
 from qerl_lab.formats.tiles import TILES, Tiles, pack
 from qerl_lab.model.linear import PackedLinear
 
@@ -29,7 +29,7 @@ def anything(rows: int, columns: int, scales: Tensor = E4M3[1:]) -> dict[str, Te
     scale = scales[(torch.arange(rows)[:, None] * 5 + torch.arange(columns // 16)) % len(scales)]
     codes *= (scale != 0)[..., None]
     scale = scale.view(torch.float8_e4m3fn)
-    return {"weight_packed": codes.flatten(1), "weight_scale": scale, DIVISOR: torch.tensor([3.0])}
+    return {"weight_packed": codes.flatten(1), "weight_scale": scale, GLOBAL_SCALE: torch.tensor([3.0])}
 
 
 def held_in_tiles(parts: list[dict[str, Tensor]], tile: int) -> tuple[dict[str, Tensor], list[Tiles]]:
@@ -40,7 +40,7 @@ def held_in_tiles(parts: list[dict[str, Tensor]], tile: int) -> tuple[dict[str, 
         rows, half = part["weight_packed"].shape
         forms.append(Tiles(first, rows, 2 * half))
         first += rows
-    return {TILES: pack(codes, scale, tile), DIVISOR: parts[0][DIVISOR]}, forms
+    return {TILES: pack(codes, scale, tile), GLOBAL_SCALE: parts[0][GLOBAL_SCALE]}, forms
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

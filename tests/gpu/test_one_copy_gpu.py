@@ -16,7 +16,7 @@ from packed_layers import NVFP4
 from qerl_lab import rollout
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats.marlin import CODES, SCALE, Marlin, part
-from qerl_lab.formats.nvfp4 import DIVISOR
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE
 from qerl_lab.formats.tiles import TILES, Tiles, pack
 from qerl_lab.model import policy
 from qerl_lab.model.linear import packed_layers
@@ -37,7 +37,7 @@ def packed_by_vllm(packed: dict[str, Tensor]) -> nn.Module:
     layer.input_size_per_partition, layer.params_dtype = 2 * half, torch.bfloat16
     layer.weight = nn.Parameter(packed["weight_packed"].clone(), requires_grad=False)
     layer.weight_scale = nn.Parameter(packed["weight_scale"].clone(), requires_grad=False)
-    layer.weight_global_scale = nn.Parameter(1 / packed[DIVISOR][0], requires_grad=False)
+    layer.weight_global_scale = nn.Parameter(1 / packed[GLOBAL_SCALE][0], requires_grad=False)
     prepare_fp4_layer_for_marlin(layer)
     return layer
 
@@ -53,9 +53,10 @@ def test_tensors_packed_by_vllm_unpack_to_the_same_bits(shape: tuple[int, int], 
     )
     packed["weight_scale"][0, 0], packed["weight_scale"][-1, -1] = top, 0.0
     layer = packed_by_vllm(packed)
-    form = Marlin(one_copy.boost(packed[DIVISOR], layer.weight_global_scale))
+    form = Marlin(one_copy.boost(packed[GLOBAL_SCALE], layer.weight_global_scale))
     assert form.boost == (1 if top == 448 else 16)
-    held = part({CODES: layer.weight.data, SCALE: layer.weight_scale.data, DIVISOR: packed[DIVISOR]}, 0, shape[0])
+    whole = {CODES: layer.weight.data, SCALE: layer.weight_scale.data, GLOBAL_SCALE: packed[GLOBAL_SCALE]}
+    held = part(whole, 0, shape[0])
     assert all(equal(tensor, packed[key]) for key, tensor in form.stored(held).items())
     for dtype in (torch.float32, torch.bfloat16):
         assert equal(form.decoder(held, shape).unpack(dtype), NVFP4.decoder(packed, shape).unpack(dtype))
@@ -68,13 +69,14 @@ def test_unpacking_a_part_of_a_layer_allocates_only_the_result(name: str) -> Non
     packed = NVFP4.quantize(torch.randn((2 * rows, columns), device="cuda"))
     if name == "marlin":
         layer = packed_by_vllm(packed)
-        whole = {CODES: layer.weight.data, SCALE: layer.weight_scale.data, DIVISOR: packed[DIVISOR]}
+        whole = {CODES: layer.weight.data, SCALE: layer.weight_scale.data, GLOBAL_SCALE: packed[GLOBAL_SCALE]}
     else:
-        whole = {TILES: pack(packed["weight_packed"], packed["weight_scale"], 5), DIVISOR: packed[DIVISOR]}
+        whole = {TILES: pack(packed["weight_packed"], packed["weight_scale"], 5), GLOBAL_SCALE: packed[GLOBAL_SCALE]}
     expected = NVFP4.decoder(packed, (2 * rows, columns)).unpack(torch.bfloat16)
     for first in (0, rows):
         if name == "marlin":
-            form, held = Marlin(one_copy.boost(packed[DIVISOR], layer.weight_global_scale)), part(whole, first, rows)
+            form = Marlin(one_copy.boost(packed[GLOBAL_SCALE], layer.weight_global_scale))
+            held = part(whole, first, rows)
         else:
             form, held = Tiles(first, rows, columns), whole
         decoder, before = form.decoder(held, (rows, columns)), torch.cuda.memory_allocated()

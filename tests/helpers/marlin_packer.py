@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 def layer(parts: Sequence[dict[str, Tensor]]) -> nn.Module:
     """Build vLLM's layer, weight and scales, from the parts of a fused weight as `Nvfp4.quantize` packs them."""
-    codes, scale, divisor = (torch.cat([part[key] for part in parts]) for key in parts[0])
+    codes, scale, global_scale = (torch.cat([part[key] for part in parts]) for key in parts[0])
     made = nn.Module()
     made.weight = nn.Parameter(repacked(codes), requires_grad=False)
     scales, factor = processed(permuted(scale.T.to(torch.bfloat16)))
     made.weight_scale = nn.Parameter(scales, requires_grad=False)
-    one = (1.0 / divisor.max()) * 2.0 ** (126 - 7) / factor
+    one = (1.0 / global_scale.max()) * 2.0 ** (126 - 7) / factor
     made.weight_global_scale = nn.Parameter(one, requires_grad=False)
     return made
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats.format import Decoder
-from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE, Nvfp4
 
 ROWS = 64  # of a tile
 CODES, SCALE = "marlin_codes", "marlin_scale"
@@ -36,14 +36,14 @@ CODES, SCALE = "marlin_codes", "marlin_scale"
 class Marlin:
     """Reads an NVFP4 weight in Marlin's layout.
 
-    The methods take the weight as `held`: `CODES` and `SCALE` in Marlin's layout, and `DIVISOR`, the global scale as in
-    a checkpoint. `boost` is the power of two by which vLLM multiplied the block scales.
+    The methods take the weight as `held`: `CODES` and `SCALE` in Marlin's layout, and `GLOBAL_SCALE` as in a
+    checkpoint. `boost` is the power of two by which vLLM multiplied the block scales.
     """
 
     boost: float
 
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert `held` (CODES, SCALE, DIVISOR) to the tensors of an NVFP4 checkpoint.
+        """Convert `held` (CODES, SCALE, GLOBAL_SCALE) to the tensors of an NVFP4 checkpoint.
 
         They are bit-equal to the checkpoint's tensors, except for scales that Marlin stores as zero (see the module).
         """
@@ -59,12 +59,12 @@ class Marlin:
         return {
             "weight_packed": codes.reshape(tiles * ROWS, lines * 8),
             "weight_scale": (halves.float() * (2.0**-7 / self.boost)).to(torch.float8_e4m3fn),
-            DIVISOR: held[DIVISOR],
+            GLOBAL_SCALE: held[GLOBAL_SCALE],
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
         """Return the decoder of a weight of `shape` [N, K]; it gives the bits of `Nvfp4.decoder` on `stored(held)`."""
-        return Decoder(partial(self._unpack_weight, held, shape), held[DIVISOR].reciprocal().item())
+        return Decoder(partial(self._unpack_weight, held, shape), held[GLOBAL_SCALE].reciprocal().item())
 
     def _unpack_weight(self, held: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack a weight to `[N, K]` in `dtype`, without the global scale; on a GPU by a Triton kernel."""
@@ -78,10 +78,10 @@ class Marlin:
 def part(held: Mapping[str, Tensor], first: int, rows: int) -> dict[str, Tensor]:
     """Return views of the rows `first` to `first + rows - 1` of a fused weight in Marlin's layout, e.g. q in q/k/v.
 
-    `held` has CODES, SCALE and DIVISOR; `first` and `rows` are multiples of 64.
+    `held` has CODES, SCALE and GLOBAL_SCALE; `first` and `rows` are multiples of 64.
     """
     return {
         CODES: held[CODES].narrow(1, 2 * first, 2 * rows),
         SCALE: held[SCALE].narrow(1, first, rows),
-        DIVISOR: held[DIVISOR],
+        GLOBAL_SCALE: held[GLOBAL_SCALE],
     }

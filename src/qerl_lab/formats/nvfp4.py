@@ -30,7 +30,7 @@ from qerl_lab.formats import e2m1
 from qerl_lab.formats.compressed_tensors import E4M3_MAX, CompressedTensors
 from qerl_lab.formats.format import Decoder, Layout, Quantize, checked
 
-DIVISOR = "weight_global_scale"  # checkpoint name of the tensor scale
+GLOBAL_SCALE = "weight_global_scale"  # name of its tensor in a checkpoint
 # By rule, the block scale of the block with the tensor's largest magnitude; it maps this magnitude to 6.
 _TOP_BLOCK_SCALE = {"max": E4M3_MAX, "four_over_six": 256.0}
 SCALE_RULES = tuple(_TOP_BLOCK_SCALE)
@@ -45,7 +45,7 @@ class Nvfp4(CompressedTensors):
     NAME = "nvfp4"
     BLOCK = 16
     LAYOUT = "nvfp4-pack-quantized"
-    SHARED = DIVISOR
+    SHARED = GLOBAL_SCALE
     STRATEGY = "tensor_group"
     SCALE_DTYPE = torch.float8_e4m3fn
 
@@ -61,14 +61,14 @@ class Nvfp4(CompressedTensors):
         otherwise the method `global_scale` computes it from `weight`. Raises ValueError as that and `checked` do.
         """
         weight = checked(weight, self, name=name)
-        divisor = self.global_scale([weight]) if global_scale is None else global_scale.clone()
+        global_scale = self.global_scale([weight]) if global_scale is None else global_scale.clone()
         blocks = weight.unflatten(1, (-1, self.BLOCK))
-        scale = _block_scale(blocks, divisor, e2m1.MAX)
+        scale = _block_scale(blocks, global_scale, e2m1.MAX)
         if self.scale_rule == "four_over_six":
-            other = _block_scale(blocks, divisor, 4.0)
-            scale = torch.where(_error(blocks, divisor, other) < _error(blocks, divisor, scale), other, scale)
-        packed = e2m1.pack(e2m1.encode(blocks / (scale / divisor).unsqueeze(-1)).flatten(1))
-        return {"weight_packed": packed, "weight_scale": scale.to(torch.float8_e4m3fn), DIVISOR: divisor}
+            other = _block_scale(blocks, global_scale, 4.0)
+            scale = torch.where(_error(blocks, global_scale, other) < _error(blocks, global_scale, scale), other, scale)
+        packed = e2m1.pack(e2m1.encode(blocks / (scale / global_scale).unsqueeze(-1)).flatten(1))
+        return {"weight_packed": packed, "weight_scale": scale.to(torch.float8_e4m3fn), GLOBAL_SCALE: global_scale}
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
         """Return the function that packs each part of a fused layer with one global scale, computed from all `weights`.
@@ -90,12 +90,12 @@ class Nvfp4(CompressedTensors):
         if any(maximum.dtype != torch.bfloat16 for maximum in maxima):
             maxima = [maximum.float() for maximum in maxima]  # the quotient below overflows in float16
         largest = torch.stack(maxima).max()
-        divisor = _TOP_BLOCK_SCALE[self.scale_rule] * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
-        return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
+        global_scale = _TOP_BLOCK_SCALE[self.scale_rule] * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+        return torch.nan_to_num(global_scale, nan=1.0, posinf=1.0).float().reshape(1)
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack packed tensors to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
-        scale = packed["weight_scale"].float() / packed[DIVISOR]
+        scale = packed["weight_scale"].float() / packed[GLOBAL_SCALE]
         return e2m1.scaled(packed["weight_packed"], scale).to(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
@@ -104,12 +104,12 @@ class Nvfp4(CompressedTensors):
         W' is exact in bfloat16, float16 and float32: it has at most six significant bits, and its magnitude is 0 or
         from 2**-10 to 2688.
         """
-        alpha = packed[DIVISOR].reciprocal().item()
+        alpha = packed[GLOBAL_SCALE].reciprocal().item()
         return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return shape and dtype of the tensors of codes, block scales and global scale, by name."""
-        return super().layout(shape) | {DIVISOR: ((1,), torch.float32)}
+        return super().layout(shape) | {GLOBAL_SCALE: ((1,), torch.float32)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
         """Check tensors that another program packed; return those that `layout` lists.
@@ -119,28 +119,28 @@ class Nvfp4(CompressedTensors):
         sign of a block scale; the trainer would not.
         """
         accepted = super().accept(packed, shape, name=name)
-        if not 0 < (divisor := accepted[DIVISOR].item()) < float("inf"):
-            raise ValueError(f"{name}.weight_global_scale is {divisor}; allowed: positive finite numbers")
+        if not 0 < (global_scale := accepted[GLOBAL_SCALE].item()) < float("inf"):
+            raise ValueError(f"{name}.weight_global_scale is {global_scale}; allowed: positive finite numbers")
         if (accepted["weight_scale"].view(torch.uint8) > _LARGEST_SCALE).any():
             raise ValueError(f"{name}.weight_scale has negative numbers or NaN; allowed: 0 to {E4M3_MAX:g}")
         return accepted
 
 
-def _block_scale(blocks: Tensor, divisor: Tensor, top: float) -> Tensor:
+def _block_scale(blocks: Tensor, global_scale: Tensor, top: float) -> Tensor:
     """Compute E4M3 scales, as float32 `[N, K/16]`, that map the maxima of `blocks[N, K/16, 16]` to `top`, 6 or 4.
 
-    `divisor` is the global scale. A scale that would be 0 becomes 0.125.
+    A scale that would be 0 becomes 0.125.
     """
-    scale = (divisor * (blocks.abs().amax(-1) / top)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+    scale = (global_scale * (blocks.abs().amax(-1) / top)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(scale == 0, _SCALE_OF_ZERO_BLOCK, scale)
 
 
-def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
-    """Compute each block's squared rounding error `[N, K/16]` with block scales `scale` and global scale `divisor`.
+def _error(blocks: Tensor, global_scale: Tensor, scale: Tensor) -> Tensor:
+    """Compute each block's squared rounding error `[N, K/16]` with block scales `scale`.
 
-    The error is multiplied by `divisor` squared, so that nothing overflows float32. It is summed in float64, so that
-    the order in which a device adds the sixteen squares does not matter.
+    The error is multiplied by `global_scale` squared, so that nothing overflows float32. It is summed in float64, so
+    that the order in which a device adds the sixteen squares does not matter.
     """
-    exact = blocks / (scale / divisor).unsqueeze(-1)
+    exact = blocks / (scale / global_scale).unsqueeze(-1)
     rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)
     return ((rounded - exact) * scale.unsqueeze(-1)).square().sum(-1, dtype=torch.float64)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats.format import Decoder, ceil_div
-from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE, Nvfp4
 
 BLOCK, DEPTH, AT_A_TIME, BLOCK_BYTES = 64, 64, 2, 2304  # as in fp4_tiles.cu
 TILES = "fp4_tiles"
@@ -42,8 +42,8 @@ _ROWS_AT_ONCE = 4096  # int32 takes eight times the memory of codes
 class Tiles:
     """Reads one part (q, k or v) of a fused NVFP4 layer in the layout of `fp4_tiles`: `rows` rows from `first` on.
 
-    The methods take the layer as `held`: `TILES`, the tensor of the whole layer, and `DIVISOR`, its global scale as in
-    a checkpoint. No part has a tensor of its own, because a part may begin and end within a tile. `first`, `rows` and
+    The methods take the layer as `held`: `TILES`, the tensor of the whole layer, and `GLOBAL_SCALE` as in a
+    checkpoint. No part has a tensor of its own, because a part may begin and end within a tile. `first`, `rows` and
     `columns` are multiples of 64.
     """
 
@@ -52,7 +52,7 @@ class Tiles:
     columns: int
 
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert this part of `held` (TILES, DIVISOR) to the tensors of an NVFP4 checkpoint.
+        """Convert this part of `held` (TILES, GLOBAL_SCALE) to the tensors of an NVFP4 checkpoint.
 
         They are bit-equal to the tensors that were packed, except where 16 weights with one scale are all 0 (see the
         module).
@@ -71,7 +71,7 @@ class Tiles:
         return {
             "weight_packed": codes,
             "weight_scale": scale.masked_fill_(empty, 0).to(torch.float8_e4m3fn),
-            DIVISOR: held[DIVISOR],
+            GLOBAL_SCALE: held[GLOBAL_SCALE],
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
@@ -80,7 +80,7 @@ class Tiles:
         are_whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
         are_held = self.first + self.rows <= tiles * tile * BLOCK and depth == depth_of(self.columns)
         assert (are_whole, are_held, shape) == (True, True, (self.rows, self.columns)), f"{self} of a layer {shape}"
-        return Decoder(partial(self._unpack_part, held), held[DIVISOR].reciprocal().item())
+        return Decoder(partial(self._unpack_part, held), held[GLOBAL_SCALE].reciprocal().item())
 
     def _unpack_part(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Unpack this part to `[rows, columns]` in `dtype`, without the global scale. A GPU runs a Triton kernel."""
@@ -92,7 +92,7 @@ class Tiles:
 
 
 def decoders(held: Mapping[str, Tensor], sizes: Sequence[int], columns: int) -> list[Decoder]:
-    """Return a decoder for each part (q, k, v or gate, up) of the fused layer in `held` (TILES, DIVISOR).
+    """Return a decoder for each part (q, k, v or gate, up) of the fused layer in `held` (TILES, GLOBAL_SCALE).
 
     `sizes` gives the rows of each part, in order; every part has `columns` columns.
     """

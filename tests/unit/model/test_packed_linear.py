@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from packed_layers import NVFP4, K, N, dense_twin, each_packed, packed_from, packed_linear
 from qerl_lab.formats.format import Format
-from qerl_lab.formats.nvfp4 import DIVISOR
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE
 from qerl_lab.formats.tiles import BLOCK, TILES, Tiles, pack
 from qerl_lab.model.linear import linear_bytes, total_bytes
 
@@ -161,7 +161,7 @@ def q_and_k() -> nn.ModuleList:
     packed = [layer.packed() for layer in layers]
     whole = pack(*(torch.cat([own[key] for own in packed]) for key in ("weight_packed", "weight_scale")), tile=2)
     for first, layer, own in zip((0, BLOCK), layers, packed, strict=True):
-        layer.hold({TILES: whole, DIVISOR: own[DIVISOR]}, Tiles(first, BLOCK, K))
+        layer.hold({TILES: whole, GLOBAL_SCALE: own[GLOBAL_SCALE]}, Tiles(first, BLOCK, K))
     return layers
 
 

@@ -16,7 +16,7 @@ import marlin_packer
 from played_vllm import PlayedLlm, played_engine
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, SCALE
-from qerl_lab.formats.nvfp4 import DIVISOR
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE
 from qerl_lab.formats.tiles import TILES, pack
 from qerl_lab.model.dense import base_tensors, dense_tensors
 from qerl_lab.model.linear import PackedLinear, linear_bytes, packed_layers, total_bytes
@@ -41,7 +41,7 @@ def in_tiles(packed: list[dict[str, Tensor]]) -> nn.Module:
     made = nn.Module()
     codes, scale = (torch.cat([part[key] for part in packed]) for key in ("weight_packed", "weight_scale"))
     made.register_buffer(TILES, pack(codes, scale, 3))
-    made.register_buffer(DIVISOR, packed[0][DIVISOR])
+    made.register_buffer(GLOBAL_SCALE, packed[0][GLOBAL_SCALE])
     return made
 
 

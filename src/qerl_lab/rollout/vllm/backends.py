@@ -12,7 +12,7 @@ from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats.fp8 import W8A8, W8A16
-from qerl_lab.formats.nvfp4 import DIVISOR
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE
 from qerl_lab.model.linear import fused_groups, packed_layers
 from qerl_lab.rollout.vllm import fp4_tiles
 
@@ -80,7 +80,7 @@ def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
     return all(
         fp4_tiles.supports([layer.out_features for layer in group], group[0].in_features, lora_rank)
         and {layer.compute_dtype for layer in group} == {torch.bfloat16}
-        and len({layer.packed()[DIVISOR].item() for layer in group}) == 1
+        and len({layer.packed()[GLOBAL_SCALE].item() for layer in group}) == 1
         for group in groups
     )
 

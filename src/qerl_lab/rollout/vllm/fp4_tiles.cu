@@ -419,13 +419,13 @@ __device__ void end(float (&sum)[BLOCKS][SUMS_OF_BLOCK], u32 last) {
 
 // One warpgroup: compute its blocks of every tile.
 template <int ROWS, int TILE, int GROUPS, bool SHARED, int BLOCKS>
-__device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* divisor, const u16* B, const u16* bias,
+__device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* global_scale, const u16* B, const u16* bias,
                              u16* y, float4* partial, u64* counters, const Shape& s, int tiles) {
   const int warp = threadIdx.x / 32, group = warp / 4;
   const int first_block = group * m.FEW + min(group, m.MORE);
   const u8* const weights = m.weights + first_block * BLOCK_BYTES + warp % 4 * WARP_BYTES;
   u8* const out = m.out + warp * OUT_BYTES;
-  const float factor = __fdividef(128, *divisor);
+  const float factor = __fdividef(128, *global_scale);
   const Work<SHARED> w(s);
   int stage = 0, parity = 0;
 #pragma unroll 1
@@ -462,8 +462,8 @@ __device__ void multiply_all(const Memory<ROWS, TILE, GROUPS>& m, const float* d
 
 template <int ROWS, int TILE, int GROUPS, bool SHARED>
 __device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_B, const u16* x, const u8* packed,
-                          const float* divisor, const u16* A, const u16* B, const u16* bias, u16* y, float* sums, u16* t,
-                          float4* partial, u64* counters, const Shape& s) {
+                          const float* global_scale, const u16* A, const u16* B, const u16* bias, u16* y, float* sums,
+                          u16* t, float4* partial, u64* counters, const Shape& s) {
   typedef Memory<ROWS, TILE, GROUPS> M;
   DYNAMIC_SHARED(memory);
   const M m(s, memory);
@@ -477,10 +477,10 @@ __device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_
   next_may_start();
   if (group < M::MORE) {
     registers<M::REGISTERS, true>();
-    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW + 1>(m, divisor, B, bias, y, partial, counters + 2, s, tiles);
+    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW + 1>(m, global_scale, B, bias, y, partial, counters + 2, s, tiles);
   } else if (group < GROUPS) {
     registers<M::REGISTERS, true>();
-    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW>(m, divisor, B, bias, y, partial, counters + 2, s, tiles);
+    multiply_all<ROWS, TILE, GROUPS, SHARED, M::FEW>(m, global_scale, B, bias, y, partial, counters + 2, s, tiles);
   } else {
     registers<REGISTERS_OF_OTHERS, false>();
     if (threadIdx.x >= M::THREADS - MAKERS) make_t<ROWS>(x, A, sums, t, counters, s, m.t, m.ready);
@@ -492,8 +492,8 @@ __device__ void fp4_tiles(const TensorMap* tiles_of_x, const TensorMap* rows_of_
   extern "C" __global__ void __launch_bounds__((Memory<ROWS, TILE, GROUPS>::THREADS), 1) \
   fp4_tiles_##ROWS##_##TILE##_##GROUPS##_##SHARED( \
       const __grid_constant__ TensorMap tiles_of_x, const __grid_constant__ TensorMap rows_of_B, const u16* x, \
-      const u8* packed, const float* divisor, const u16* A, const u16* B, const u16* bias, u16* y, float* sums, u16* t, \
-      float4* partial, u64* counters, const Shape s) { \
-    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&tiles_of_x, &rows_of_B, x, packed, divisor, A, B, bias, y, sums, t, partial, \
-                                          counters, s); \
+      const u8* packed, const float* global_scale, const u16* A, const u16* B, const u16* bias, u16* y, float* sums, \
+      u16* t, float4* partial, u64* counters, const Shape s) { \
+    fp4_tiles<ROWS, TILE, GROUPS, SHARED>(&tiles_of_x, &rows_of_B, x, packed, global_scale, A, B, bias, y, sums, t, \
+                                          partial, counters, s); \
   }

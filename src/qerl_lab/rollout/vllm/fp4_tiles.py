@@ -1,6 +1,6 @@
 """NVFP4 product with an adapter for few rows, up to 64 per launch, on Hopper's warpgroup instructions.
 
-    y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / divisor
+    y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / global_scale
 
 Letters: x is `[M, K]`, W `[N, K]`, y `[M, N]`. A layer fuses P parts, such as q, k and v, each with an adapter of rank
 r. A stage is 128 columns of x and of a tile of W in shared memory.
@@ -97,7 +97,7 @@ class Plan:
 
 
 def linear(
-    x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], counters: Tensor,
+    x: Tensor, packed: Tensor, global_scale: Tensor, A: Tensor, B: Tensor, sizes: list[int], counters: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute y = x W^T + bias + (x A^T) B^T, bfloat16 `[M, N]`, with one launch per `MAX_ROWS` rows.
@@ -109,7 +109,7 @@ def linear(
         x: bfloat16 `[M, K]`, rows aligned to 16 bytes, columns contiguous.
         packed: W `[N, K]`, packed by `formats.tiles.pack`. The kernel reads it before the previous launch ends, so that
             launch must not write it.
-        divisor: float32 `[1]`, the global scale as in a checkpoint. The previous launch must not write it either.
+        global_scale: float32 `[1]`, as in a checkpoint. The previous launch must not write it either.
         A: bfloat16 `[P * r, K]`, the matrices of the layer's P parts (e.g. q, k, v) stacked, each with rank r.
         B: bfloat16 `[N, r]`, scaling included.
         sizes: number of columns of each part in y, N in total.
@@ -124,13 +124,13 @@ def linear(
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
     for rows_of_x, rows_of_y in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
         if len(rows_of_x):  # split() of an empty x gives one empty part
-            _multiply(rows_of_y, rows_of_x, packed, divisor, A, B, sizes, counters, bias)
+            _multiply(rows_of_y, rows_of_x, packed, global_scale, A, B, sizes, counters, bias)
     return y
 
 
 def _multiply(
-    y: Tensor, x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], counters: Tensor,
-    bias: Tensor | None,
+    y: Tensor, x: Tensor, packed: Tensor, global_scale: Tensor, A: Tensor, B: Tensor, sizes: list[int],
+    counters: Tensor, bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Write y for at most `MAX_ROWS` rows of x with one launch; arguments as in `linear`."""
     (rows, columns), (N, rank) = x.shape, B.shape
@@ -159,7 +159,7 @@ def _multiply(
         more=depth % how.pieces,
         stages=how.stages,
     )
-    _launch_kernel(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, counters], shape)
+    _launch_kernel(how, x, B, [packed, global_scale, A, B, bias, y, sums, t, partial, counters], shape)
 
 
 def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:

@@ -40,7 +40,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.fp8 import W8A8
-from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE, Nvfp4
 from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.on_disk import read_json
@@ -58,7 +58,7 @@ Pair = tuple[Tensor, Tensor]  # A[r, K] and B[N, r]
 
 NAME = "one-adapter"
 # Buffers of an `fp4_tiles` layer: the weight, its global scale, and the counters at which thread blocks synchronize.
-OF_TILES = (TILES, DIVISOR, "fp4_counters")
+OF_TILES = (TILES, GLOBAL_SCALE, "fp4_counters")
 _OWN_KEY = "one_adapter"  # entry of quantization_config, which is part of the key of compiled graphs
 
 
@@ -269,16 +269,16 @@ class OneAdapterMethod(LinearMethodBase):
             # Do not propose `auto`, which may have chosen it.
             raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
         codes, scale = layer.weight_packed.data, layer.weight_scale.data
-        divisor = layer.weight_global_scale.data[:1].clone()
+        global_scale = layer.weight_global_scale.data[:1].clone()
         for name, _ in list(layer.named_parameters(recurse=False)):
             if name.startswith("weight"):
                 delattr(layer, name)
         N, device = len(codes), codes.device
         tile = fp4_tiles.tile_of(N, columns, fp4_tiles.machine_of(device).multiprocessors)
         packed = pack(codes, scale, tile)
-        for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.barrier_counters(N, device)), strict=True):
+        for name, tensor in zip(OF_TILES, (packed, global_scale, fp4_tiles.barrier_counters(N, device)), strict=True):
             layer.register_buffer(name, tensor, persistent=False)
-        self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
+        self.decoders = decoders({TILES: packed, GLOBAL_SCALE: global_scale}, self.sizes, columns)
 
     def _keep_dense(self, layer: LinearBase) -> None:
         """Give the layer an unpacked copy of its weight [N, K], in the model's dtype or in FP8.
@@ -326,8 +326,8 @@ class OneAdapterMethod(LinearMethodBase):
         if self.routes.fp4_tiles and rows > TILES_ROWS:
             return unpacked_product(x, self.decoders, A, B, self.sizes, plain)
         if self.routes.fp4_tiles:
-            packed, divisor, counters = (getattr(layer, name) for name in OF_TILES)
-            return fp4_tiles.linear(x, packed, divisor, A, B, self.sizes, counters, plain)
+            packed, global_scale, counters = (getattr(layer, name) for name in OF_TILES)
+            return fp4_tiles.linear(x, packed, global_scale, A, B, self.sizes, counters, plain)
         if self.packed_layers and rows >= UNPACK_ROWS:
             return unpacked_product(x, [part.decoder for part in self.packed_layers], A, B, self.sizes, plain)
         y = self.base.apply(layer, x, bias)

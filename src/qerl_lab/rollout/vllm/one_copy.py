@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, ROWS, SCALE, Marlin, part
-from qerl_lab.formats.nvfp4 import DIVISOR
+from qerl_lab.formats.nvfp4 import GLOBAL_SCALE
 from qerl_lab.formats.tiles import TILES, Tiles
 from qerl_lab.model.linear import PackedLinear, packed_layers
 from qerl_lab.model.policy import Policy
@@ -113,7 +113,7 @@ def _share_layer(vllm_layer: nn.Module, parts: Layers) -> list[str]:
     first = 0  # row of the fused layer at which a part begins
     for name, layer in parts.items():
         held, layout = _engine_tensors(vllm_layer, layer, first)
-        packed = {key: tensor.to(held[DIVISOR].device) for key, tensor in layer.packed().items()}
+        packed = {key: tensor.to(held[GLOBAL_SCALE].device) for key, tensor in layer.packed().items()}
         stored = layout.stored(held)
         if all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in packed.items()):
             layer.hold(held, layout)
@@ -128,20 +128,21 @@ def _engine_tensors(vllm_layer: nn.Module, layer: PackedLinear, first: int) -> t
 
     `vllm_layer` fuses several layers; `layer` begins at its row `first`. The global scale is the policy's own.
     """
-    divisor = layer.packed()[DIVISOR]
+    global_scale = layer.packed()[GLOBAL_SCALE]
     if TILES in vllm_layer._buffers:
         tiles = vllm_layer.get_buffer(TILES)
-        return {TILES: tiles, DIVISOR: divisor.to(tiles.device)}, Tiles(first, layer.out_features, layer.in_features)
+        held = {TILES: tiles, GLOBAL_SCALE: global_scale.to(tiles.device)}
+        return held, Tiles(first, layer.out_features, layer.in_features)
     codes, scale = (vllm_layer.get_parameter(name).data for name in ("weight", "weight_scale"))
-    divisor = divisor.to(codes.device)
-    layout = Marlin(boost(divisor, vllm_layer.get_parameter("weight_global_scale")))
-    return part({CODES: codes, SCALE: scale, DIVISOR: divisor}, first, layer.out_features), layout
+    global_scale = global_scale.to(codes.device)
+    layout = Marlin(boost(global_scale, vllm_layer.get_parameter("weight_global_scale")))
+    return part({CODES: codes, SCALE: scale, GLOBAL_SCALE: global_scale}, first, layer.out_features), layout
 
 
-def boost(divisor: Tensor, vllm_scale: Tensor) -> float:
+def boost(global_scale: Tensor, vllm_scale: Tensor) -> float:
     """Return the power of two by which vLLM multiplied a layer's block scales for Marlin.
 
-    `divisor` is the global scale in the checkpoint, `vllm_scale` the one in vLLM: 2^119 / divisor / boost.
+    `global_scale` is as in the checkpoint, `vllm_scale` as in vLLM: 2^119 / global_scale / boost.
     """
-    ratio = 2.0**119 / divisor.double() / vllm_scale.double()
+    ratio = 2.0**119 / global_scale.double() / vllm_scale.double()
     return float(ratio.log2().round().exp2().item())
