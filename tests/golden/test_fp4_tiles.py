@@ -23,7 +23,7 @@ from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.fp4_tiles import (
     MAX_ROWS,
     SOURCE,
-    Machine,
+    DeviceProperties,
     Plan,
     Shape,
     barrier_counters,
@@ -35,8 +35,8 @@ from qerl_lab.rollout.vllm.fp4_tiles import (
 HELPERS = Path(__file__).parents[1] / "helpers"
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-SMALL = Machine(multiprocessors=3, shared_bytes=128 * 2**10)
-H200 = Machine(multiprocessors=132, shared_bytes=227 * 2**10)
+SMALL = DeviceProperties(multiprocessors=3, shared_bytes=128 * 2**10)
+H200 = DeviceProperties(multiprocessors=132, shared_bytes=227 * 2**10)
 # Rows, K, columns of the parts, rank, blocks of a tile. They have every variant, tiles shared by several blocks, one
 # and several tiles per block, a partly filled tile, and tiles of one and of several parts.
 SHAPES = [(1, 192, [64], 8, 2), (16, 256, [128, 64, 64], 32, 3), (31, 320, [256], 16, 4), (64, 128, [576], 24, 2),
@@ -98,7 +98,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         )
 
     monkeypatch.setattr(fp4_tiles, "_launch_kernel", launch)
-    monkeypatch.setattr(fp4_tiles, "machine_of", lambda device: SMALL)
+    monkeypatch.setattr(fp4_tiles, "device_properties", lambda device: SMALL)
 
 
 def operands(rows: int, columns: int, sizes: list[int], rank: int, tile: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -198,7 +198,7 @@ def test_the_kernel_and_its_launch_have_the_same_constants() -> None:
 def test_a_gpu_with_memory_for_a_single_stage_is_refused() -> None:
     """A stage is freed during the next one, so a single stage would never be freed."""
     with pytest.raises(ValueError, match="two stages of 62464 bytes"):
-        plan(64, (1, 8, 2, 10, 2304), 1, 32, Machine(132, 128 * 2**10))
+        plan(64, (1, 8, 2, 10, 2304), 1, 32, DeviceProperties(132, 128 * 2**10))
 
 
 @pytest.mark.parametrize("rows", fp4_tiles.VARIANTS)

@@ -150,7 +150,7 @@ def asked(one_adapter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
         return play
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(fp4_tiles, "machine_of", lambda device: fp4_tiles.Machine(132, 227 * 2**10))
+    monkeypatch.setattr(fp4_tiles, "device_properties", lambda device: fp4_tiles.DeviceProperties(132, 227 * 2**10))
     monkeypatch.setattr(fp4_tiles, "shared_by_mps", lambda: False)
     monkeypatch.setattr(fp4_tiles, "linear", playing("tiles"))
     monkeypatch.setattr(one_adapter, "stacked_product", playing("dense"))

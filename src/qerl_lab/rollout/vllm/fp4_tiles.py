@@ -58,7 +58,7 @@ class Shape(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceProperties:
     """The number of a GPU's multiprocessors, and the shared memory in bytes that a thread block may use."""
 
     multiprocessors: int
@@ -134,7 +134,7 @@ def _multiply(
 ) -> None:  # fmt: skip
     """Write y for at most `MAX_ROWS` rows of x with one launch; arguments as in `linear`."""
     (rows, columns), (N, rank) = x.shape, B.shape
-    how = plan(rows, packed.shape, len(sizes), rank, machine_of(x.device))
+    how = plan(rows, packed.shape, len(sizes), rank, device_properties(x.device))
     depth, t_columns = packed.shape[1], len(sizes) * how.width
     sums = torch.empty(how.splits * t_columns * how.rows, device=x.device)
     t = torch.empty(how.slabs * DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
@@ -226,7 +226,7 @@ def _blocks_per_tile(tiles: int, columns: int, multiprocessors: int) -> int:
     return max(1, min(multiprocessors // tiles, depth_of(columns)))
 
 
-def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
+def plan(rows: int, packed: Sequence[int], parts: int, rank: int, properties: DeviceProperties) -> Plan:
     """Choose kernel variant and launch parameters for `rows` rows of x, with as many stages as fit in shared memory.
 
     `packed` is the shape of the packed weight, `parts` the number of fused parts (q, k, v: 3). Raises ValueError if
@@ -235,16 +235,16 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
     groups, columns = groups_of(tile), depth * AT_A_TIME * DEPTH
-    pieces = _blocks_per_tile(tiles, columns, machine.multiprocessors)
-    blocks = min(tiles * pieces, machine.multiprocessors)
+    pieces = _blocks_per_tile(tiles, columns, properties.multiprocessors)
+    blocks = min(tiles * pieces, properties.multiprocessors)
     width = ceil_div(rank, _RANKS) * _RANKS
     of_split = split_of(columns, ceil_div(rows, 16) * (parts * width // 16), _MAKERS * blocks)
     slabs = ceil_div(parts * width, DEPTH)
     stage = AT_A_TIME * (variant * DEPTH * 2 + tile * BLOCK_BYTES)
     rest = (2 * _MOST_STAGES + 2) * 8 + groups * _GROUP // 32 * _OUT_BYTES + variant * slabs * DEPTH * 2
-    stages = min(_MOST_STAGES, (machine.shared_bytes - rest) // stage)
+    stages = min(_MOST_STAGES, (properties.shared_bytes - rest) // stage)
     if stages < 2:  # a stage is freed during the next one
-        raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {machine.shared_bytes} bytes")
+        raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {properties.shared_bytes} bytes")
     return Plan(
         rows=variant, tile=tile, groups=groups, pieces=pieces, blocks=blocks, stages=stages, width=width,
         slabs=slabs, splits=ceil_div(columns, of_split), of_split=of_split, shared_bytes=stages * stage + rest,
@@ -268,12 +268,12 @@ def split_of(columns: int, tiles: int, warps: int) -> int:
 
 
 @cache
-def machine_of(device: torch.device) -> Machine:
+def device_properties(device: torch.device) -> DeviceProperties:
     """Return the number of multiprocessors and the shared memory of the GPU `device`; cached."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     number = torch.cuda.current_device() if device.index is None else device.index
-    return Machine(torch.cuda.get_device_properties(number).multi_processor_count, nvrtc.shared_bytes(number))
+    return DeviceProperties(torch.cuda.get_device_properties(number).multi_processor_count, nvrtc.shared_bytes(number))
 
 
 def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:

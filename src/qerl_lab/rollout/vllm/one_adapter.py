@@ -274,7 +274,7 @@ class OneAdapterMethod(LinearMethodBase):
             if name.startswith("weight"):
                 delattr(layer, name)
         N, device = len(codes), codes.device
-        tile = fp4_tiles.tile_of(N, columns, fp4_tiles.machine_of(device).multiprocessors)
+        tile = fp4_tiles.tile_of(N, columns, fp4_tiles.device_properties(device).multiprocessors)
         packed = pack(codes, scale, tile)
         for name, tensor in zip(OF_TILES, (packed, global_scale, fp4_tiles.barrier_counters(N, device)), strict=True):
             layer.register_buffer(name, tensor, persistent=False)
