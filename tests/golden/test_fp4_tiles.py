@@ -24,11 +24,11 @@ from qerl_lab.rollout.vllm.fp4_tiles import (
     MAX_ROWS,
     SOURCE,
     DeviceProperties,
-    Plan,
+    LaunchConfig,
     Shape,
     barrier_counters,
+    launch_config,
     linear,
-    plan,
     tile_of,
 )
 
@@ -84,14 +84,14 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     on_cpu = request.getfixturevalue("on_cpu")
 
-    def launch(how: Plan, x: Tensor, B: Tensor, tensors: list[Tensor | None], shape: Shape) -> None:
-        of_x = TensorMap(x.data_ptr(), *x.shape, shape.stride, how.rows, 2)
+    def launch(config: LaunchConfig, x: Tensor, B: Tensor, tensors: list[Tensor | None], shape: Shape) -> None:
+        of_x = TensorMap(x.data_ptr(), *x.shape, shape.stride, config.rows, 2)
         of_B = TensorMap(B.data_ptr(), *B.shape, B.shape[1], 64, 32)
         on_cpu.launch(
-            how.rows,
-            how.tile,
-            how.blocks,
-            how.shared_bytes,
+            config.rows,
+            config.tile,
+            config.blocks,
+            config.shared_bytes,
             (TensorMap * 2)(of_x, of_B),
             pointers([x, *tensors]),
             ctypes.byref(shape),
@@ -198,7 +198,7 @@ def test_the_kernel_and_its_launch_have_the_same_constants() -> None:
 def test_a_gpu_with_memory_for_a_single_stage_is_refused() -> None:
     """A stage is freed during the next one, so a single stage would never be freed."""
     with pytest.raises(ValueError, match="two stages of 62464 bytes"):
-        plan(64, (1, 8, 2, 10, 2304), 1, 32, DeviceProperties(132, 128 * 2**10))
+        launch_config(64, (1, 8, 2, 10, 2304), 1, 32, DeviceProperties(132, 128 * 2**10))
 
 
 @pytest.mark.parametrize("rows", fp4_tiles.VARIANTS)
@@ -208,10 +208,11 @@ def test_a_gpu_with_memory_for_a_single_stage_is_refused() -> None:
     [(4608, 3584, 3, 2), (3584, 3584, 1, 2), (37888, 3584, 2, 5), (3584, 18944, 1, 4), (55296, 5120, 2, 7),
      (5120, 27648, 1, 5)],
 )  # fmt: skip
-def test_a_plan_fits_an_h200(rows: int, rank: int, N: int, K: int, parts: int, tile: int) -> None:
+def test_a_launch_fits_an_h200(rows: int, rank: int, N: int, K: int, parts: int, tile: int) -> None:
     assert tile_of(N, K, 132) == tile
-    how = plan(rows, (-(-N // 64 // tile), K // 128, 2, tile, 2304), parts, rank, H200)
-    assert 0.8 * H200.multiprocessors <= how.blocks <= H200.multiprocessors  # the blocks of a tile wait for each other
-    assert how.shared_bytes <= H200.shared_bytes
-    assert how.stages >= 3
-    assert (how.splits - 1) * how.of_split < K <= how.splits * how.of_split
+    config = launch_config(rows, (-(-N // 64 // tile), K // 128, 2, tile, 2304), parts, rank, H200)
+    # The blocks of a tile wait for each other, so all must be resident.
+    assert 0.8 * H200.multiprocessors <= config.blocks <= H200.multiprocessors
+    assert config.shared_bytes <= H200.shared_bytes
+    assert config.stages >= 3
+    assert (config.splits - 1) * config.of_split < K <= config.splits * config.of_split

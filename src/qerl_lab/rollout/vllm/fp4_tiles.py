@@ -66,8 +66,8 @@ class DeviceProperties:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Parameters of a launch.
+class LaunchConfig:
+    """Parameters of a launch of the kernel.
 
     Attributes:
         rows: rows of x that the kernel variant takes, at least as many as the call has.
@@ -134,11 +134,13 @@ def _multiply(
 ) -> None:  # fmt: skip
     """Write y for at most `MAX_ROWS` rows of x with one launch; arguments as in `linear`."""
     (rows, columns), (N, rank) = x.shape, B.shape
-    how = plan(rows, packed.shape, len(sizes), rank, device_properties(x.device))
-    depth, t_columns = packed.shape[1], len(sizes) * how.width
-    sums = torch.empty(how.splits * t_columns * how.rows, device=x.device)
-    t = torch.empty(how.slabs * DEPTH * how.rows, dtype=torch.bfloat16, device=x.device)
-    partial = torch.empty(how.blocks * how.tile * BLOCK * how.rows if how.pieces > 1 else 0, device=x.device)
+    config = launch_config(rows, packed.shape, len(sizes), rank, device_properties(x.device))
+    depth, t_columns = packed.shape[1], len(sizes) * config.width
+    sums = torch.empty(config.splits * t_columns * config.rows, device=x.device)
+    t = torch.empty(config.slabs * DEPTH * config.rows, dtype=torch.bfloat16, device=x.device)
+    partial = torch.empty(
+        config.blocks * config.tile * BLOCK * config.rows if config.pieces > 1 else 0, device=x.device
+    )
     stride = x.stride(0) if rows > 1 else columns  # torch may report any stride for a single row
     shape = Shape(
         M=rows,
@@ -147,19 +149,19 @@ def _multiply(
         stride=stride,
         R=len(A),
         rank=rank,
-        width=how.width,
+        width=config.width,
         columns=t_columns,
         part_1=sum(sizes[:1]),  # N if the layer has one part
         part_2=sum(sizes[:2]),
-        splits=how.splits,
-        of_split=how.of_split,
+        splits=config.splits,
+        of_split=config.of_split,
         depth=depth,
-        pieces=how.pieces,
-        few=depth // how.pieces,
-        more=depth % how.pieces,
-        stages=how.stages,
+        pieces=config.pieces,
+        few=depth // config.pieces,
+        more=depth % config.pieces,
+        stages=config.stages,
     )
-    _launch_kernel(how, x, B, [packed, global_scale, A, B, bias, y, sums, t, partial, counters], shape)
+    _launch_kernel(config, x, B, [packed, global_scale, A, B, bias, y, sums, t, partial, counters], shape)
 
 
 def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
@@ -226,7 +228,9 @@ def _blocks_per_tile(tiles: int, columns: int, multiprocessors: int) -> int:
     return max(1, min(multiprocessors // tiles, depth_of(columns)))
 
 
-def plan(rows: int, packed: Sequence[int], parts: int, rank: int, properties: DeviceProperties) -> Plan:
+def launch_config(
+    rows: int, packed: Sequence[int], parts: int, rank: int, properties: DeviceProperties
+) -> LaunchConfig:
     """Choose kernel variant and launch parameters for `rows` rows of x, with as many stages as fit in shared memory.
 
     `packed` is the shape of the packed weight, `parts` the number of fused parts (q, k, v: 3). Raises ValueError if
@@ -245,7 +249,7 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, properties: De
     stages = min(_MOST_STAGES, (properties.shared_bytes - rest) // stage)
     if stages < 2:  # a stage is freed during the next one
         raise ValueError(f"two stages of {stage} bytes and {rest} more do not fit {properties.shared_bytes} bytes")
-    return Plan(
+    return LaunchConfig(
         rows=variant, tile=tile, groups=groups, pieces=pieces, blocks=blocks, stages=stages, width=width,
         slabs=slabs, splits=ceil_div(columns, of_split), of_split=of_split, shared_bytes=stages * stage + rest,
     )  # fmt: skip
@@ -276,21 +280,21 @@ def device_properties(device: torch.device) -> DeviceProperties:
     return DeviceProperties(torch.cuda.get_device_properties(number).multi_processor_count, nvrtc.shared_bytes(number))
 
 
-def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
-    """Launch the kernel variant of the plan `how`, with the arguments x, `tensors` and `shape` of fp4_tiles.cu."""
+def _launch_kernel(config: LaunchConfig, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
+    """Launch the kernel variant of `config`, with the arguments x, `tensors` and `shape` of fp4_tiles.cu."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
-    name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
-    threads = how.groups * _GROUP + _OTHERS
+    name, line = instance(config.rows, config.tile, config.groups, config.pieces > 1)
+    threads = config.groups * _GROUP + _OTHERS
     function = nvrtc.load_kernel(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
-    maps = [nvrtc.tiles_map(x, shape.stride, how.rows, AT_A_TIME), nvrtc.rows_map(B, BLOCK, _RANKS)]
-    nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [*maps, x, *tensors, shape])
+    maps = [nvrtc.tiles_map(x, shape.stride, config.rows, AT_A_TIME), nvrtc.rows_map(B, BLOCK, _RANKS)]
+    nvrtc.launch(function, config.blocks, threads, config.shared_bytes, [*maps, x, *tensors, shape])
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:
     """Return the name of a kernel variant and the C++ line that instantiates it.
 
-    `rows`, `tile` and `groups` are as in `Plan`; `shared` says whether several thread blocks share a tile.
+    `rows`, `tile` and `groups` are as in `LaunchConfig`; `shared` says whether several thread blocks share a tile.
     """
     of_variant = rows, tile, groups, int(shared)
     return "_".join(["fp4_tiles", *map(str, of_variant)]), f"FP4_TILES({', '.join(map(str, of_variant))})"
