@@ -189,7 +189,7 @@ def check(options: AnyOptions) -> None:
             continue
         try:
             cfg = job.config()
-            _ = cfg.optim.completions_at_once  # raises for null, which only a run replaces by a number
+            _ = cfg.optim.chosen_micro_batch_size  # raises for null, which only a run replaces by a number
         except ConfigError as error:
             raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
         if completions not in (None, cfg.completions_per_step):

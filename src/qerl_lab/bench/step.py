@@ -67,7 +67,7 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
         held = bytes_by_owner(policy, engine.memory_bytes())
         row["gib_by_owner"] = {owner: size / GIB for owner, size in held.items()}
         if ranks.is_first:
-            yield summarize(job, steps, cfg.optim.completions_at_once) | row | clock | memory_at_end()
+            yield summarize(job, steps, cfg.optim.chosen_micro_batch_size) | row | clock | memory_at_end()
     finally:
         engine.close()
     ranks.leave()

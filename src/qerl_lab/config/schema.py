@@ -349,8 +349,8 @@ class OptimConfig:
     )  # fmt: skip
 
     @property
-    def completions_at_once(self) -> int:
-        """Return micro_batch_size as a number.
+    def chosen_micro_batch_size(self) -> int:
+        """Return micro_batch_size once it is a number.
 
         Raises ConfigError if it is null: a run replaces null by a number before it trains, other commands do not.
         """

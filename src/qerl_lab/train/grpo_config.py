@@ -14,7 +14,7 @@ from qerl_lab.train.ranks import PATIENCE
 
 def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
     """Build TRL's configuration of a run. TRL's `max_steps` and `logging_steps` count optimizer updates, not steps."""
-    micro = cfg.optim.completions_at_once
+    micro = cfg.optim.chosen_micro_batch_size
     correction = cfg.rollout.importance_correction
     is_off = correction in ("off", "in_ratio")
     return GRPOConfig(

@@ -27,7 +27,7 @@ from qerl_lab.train.trainer import LabTrainer
 from qerl_lab.train.training_data import Cursor, TrainingData
 
 SHARE = 0.9  # of the free memory; the rest is for gaps between tensors of changing lengths, and for CUDA's workspaces
-MOST_ON_CPU = RunConfig().optim.completions_at_once  # torch does not measure memory there
+MOST_ON_CPU = RunConfig().optim.chosen_micro_batch_size  # torch does not measure memory there
 
 
 def choose(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, ranks: Ranks) -> int:

@@ -125,7 +125,7 @@ def build_kl_measure(
     and kept. Raises EngineFailed on every rank if any rank fails or its texts are incomplete.
     """
     pairs = ranks.run_on_all(partial(sample_clean_texts, cfg, step, cursor, policy, engine, ranks), EngineFailed)
-    size = max(1, min(cfg.optim.completions_at_once, len(pairs) // cfg.aqn.solver.draws))
+    size = max(1, min(cfg.optim.chosen_micro_batch_size, len(pairs) // cfg.aqn.solver.draws))
     batches = [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
 
     def hidden_states(noise: aqn.Noise, batch: kl.Pairs) -> Tensor:

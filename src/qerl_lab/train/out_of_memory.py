@@ -65,9 +65,9 @@ def message_in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str
     remedies = []
     if cfg.jobs_per_gpu > 1 or by_owner.get(OTHERS, 0) > MUCH_BY_OTHERS:
         remedies.append("a smaller jobs_per_gpu")
-    at_once = cfg.optim.completions_at_once
-    if at_once > 1:
-        remedies.append(f"optim.micro_batch_size lower than {at_once}")
+    micro_batch_size = cfg.optim.chosen_micro_batch_size
+    if micro_batch_size > 1:
+        remedies.append(f"optim.micro_batch_size lower than {micro_batch_size}")
     else:
         remedies.append(f"rollout.max_completion_tokens lower than {cfg.rollout.max_completion_tokens}")
     if cfg.trains_all:
