@@ -36,7 +36,7 @@ BUGS = [
         "centred = reward_P_G - reward_P_G.mean(axis=1, keepdims=True)",
         "centred = reward_P_G.mean(axis=1, keepdims=True) - reward_P_G",
         "golden/test_groups.py"),
-    Bug("overlong penalty starts a token late", "algorithms/groups.py",
+    Bug("overlong punishment starts a token late", "algorithms/groups.py",
         "allowed = max_tokens - buffer_tokens", "allowed = max_tokens - buffer_tokens + 1",
         "golden/test_groups.py"),
     Bug("upper clip bound is the lower one", "algorithms/__init__.py",

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from qerl_lab.algorithms.groups import advantage, is_flat, overlong_penalty
+from qerl_lab.algorithms.groups import advantage, is_flat, overlong_punishment
 
 
 def test_advantages_equal_values_worked_out_by_hand() -> None:
@@ -55,7 +55,7 @@ def test_the_overlong_punishment_equals_values_worked_out_by_hand() -> None:
     """DAPO, Eq. 13, with its own numbers: 20,480 tokens at most, the last 4,096 of them punished."""
     lengths = [[1, 16_383, 16_384, 16_385], [17_408, 18_432, 20_479, 20_480]]
     expected = [[0, 0, 0, -1 / 4096], [-0.25, -0.5, -4095 / 4096, -1]]
-    found = overlong_penalty(lengths, max_tokens=20_480, buffer_tokens=4096)
+    found = overlong_punishment(lengths, max_tokens=20_480, buffer_tokens=4096)
     assert found.dtype == np.float64
     np.testing.assert_array_equal(found, expected)
 
@@ -65,4 +65,6 @@ def test_the_overlong_punishment_equals_exact_arithmetic(buffer: int) -> None:
     """Check every length up to the limit of 24 tokens, and a few above it, which no engine returns."""
     allowed, lengths = 24 - buffer, range(1, 30)
     exact = [max(Fraction(-1), min(Fraction(0), Fraction(allowed - length, buffer))) for length in lengths]
-    np.testing.assert_allclose(overlong_penalty(list(lengths), 24, buffer), [float(part) for part in exact], rtol=1e-15)
+    np.testing.assert_allclose(
+        overlong_punishment(list(lengths), 24, buffer), [float(part) for part in exact], rtol=1e-15
+    )

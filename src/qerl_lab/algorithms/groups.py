@@ -32,11 +32,10 @@ def advantage(reward_P_G: Rewards, normalize_std: bool) -> Rewards:
     return np.where(is_flat(reward_P_G)[:, None], 0.0, centred)
 
 
-def overlong_penalty(lengths: ArrayLike, max_tokens: int, buffer_tokens: int) -> Rewards:
-    """Compute the penalty for long completions, in [-1, 0], shaped like `lengths`, their numbers of tokens.
+def overlong_punishment(lengths: ArrayLike, max_tokens: int, buffer_tokens: int) -> Rewards:
+    """Compute DAPO's soft overlong punishment, in [-1, 0], shaped like `lengths`, the completions' numbers of tokens.
 
-    The penalty is 0 up to max_tokens - buffer_tokens, then falls linearly to -1 at max_tokens: the soft overlong
-    punishment of DAPO (arXiv 2503.14476, Eq. 13).
+    It is 0 up to max_tokens - buffer_tokens, then falls linearly to -1 at max_tokens (arXiv 2503.14476, Eq. 13).
     """
     allowed = max_tokens - buffer_tokens
     return np.clip((allowed - np.asarray(lengths, np.float64)) / buffer_tokens, -1.0, 0.0)

@@ -79,7 +79,7 @@ def _columns_of_legend(names: Sequence[str]) -> int:
 def further_parts(metrics: Iterable[str]) -> list[str]:
     """List the parts of the reward among `metrics`, names such as `reward/tests`, without answer and format.
 
-    These are the parts that a task adds, by name, and last the punishment of overlong completions.
+    These are the parts that a task adds, by name, and last the overlong punishment.
     """
     drawn = {metric for metric, _ in PANELS[0][2]}
     parts = {metric for metric in metrics if metric.startswith("reward/") and metric not in METRICS}

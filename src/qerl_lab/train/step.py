@@ -91,7 +91,7 @@ class Group:
 
     @property
     def task_reward_G(self) -> Rewards:
-        """Return the task's reward of each completion [G], without the algorithm's penalty for long completions."""
+        """Return the task's reward of each completion [G], without the algorithm's overlong punishment."""
         return np.sum([part for name, part in self.parts.items() if name != OVERLONG], axis=0)
 
 
@@ -180,7 +180,7 @@ def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sam
 
 
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
-    """Grade a rollout of `questions_P`, with the overlong penalty if configured; return one group per question."""
+    """Grade a rollout of `questions_P`, with the overlong punishment if configured; return one group per question."""
     texts_P_G = []
     for prompt_ids, completions_G in zip(rollout.prompt_ids_P, rollout.completions_P_G, strict=True):
         decoded_G = [policy.decode(completion.ids) for completion in completions_G]
@@ -190,7 +190,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
     parts = task.weighted(scores, texts)
     if buffer := cfg.overlong_buffer:
         lengths = [len(completion.ids) for completion in rollout.completions]
-        parts[OVERLONG] = groups.overlong_penalty(lengths, cfg.rollout.max_completion_tokens, buffer)
+        parts[OVERLONG] = groups.overlong_punishment(lengths, cfg.rollout.max_completion_tokens, buffer)
     parts_P_G = {name: part.reshape(len(questions_P), -1) for name, part in parts.items()}
     unparsed_P_G = scores[UNPARSED].reshape(len(questions_P), -1) if UNPARSED in scores else None
     return [

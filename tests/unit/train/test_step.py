@@ -268,7 +268,7 @@ def test_the_overlong_punishment_is_a_part_of_the_reward_but_keeps_no_group(sett
     assert batch.drawn[0].question.id not in [group.question.id for group in batch.groups]
     for group in batch.groups:
         lengths = [len(completion.ids) for completion in group.completions_G]
-        assert group.parts["overlong"].tolist() == groups.overlong_penalty(lengths, 4, 2).tolist() != [0.0] * 4
+        assert group.parts["overlong"].tolist() == groups.overlong_punishment(lengths, 4, 2).tolist() != [0.0] * 4
     rewards = np.array([sum(group.parts.values()) for group in batch.groups])
     np.testing.assert_array_equal(batch.advantage_P_G, groups.advantage(rewards, True))
     assert completion_metrics(run.cfg, batch, ALONE)["reward/overlong"] == pytest.approx(-1.5 / 4)
