@@ -25,7 +25,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli import intent
-from qerl_lab.cli.overrides import as_config_errors, explain, parse_overrides, spell_for_hydra, without_hydra_overrides
+from qerl_lab.cli.overrides import as_config_errors, explain, overrides_of_runs, parse_overrides, spell_for_hydra
 from qerl_lab.config.arm import OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, TYPES, spell_value, unknown_key_error
@@ -141,7 +141,7 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
             cfg = loader.load_sweep_config(master, overrides)
             job = _checked_job(number, cfg, overrides, loader)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
-            line = " ".join(without_hydra_overrides(overrides))
+            line = " ".join(overrides_of_runs(overrides))
             raise ConfigError(f"job {number} ({line}): {explain(error)}") from None
         if job.config.run_dir:
             raise ConfigError(
@@ -208,7 +208,7 @@ def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: Con
     _refuse_misnamed_files(config, cfg.hydra.runtime.choices)
     _refuse_mislabelled_experiment(config, typed, cfg, loader)
     notes = intent.notes_before_start(config, cfg.optim.micro_batch_size, typed)
-    return Job(number, without_hydra_overrides(overrides), config, Path(), notes)
+    return Job(number, overrides_of_runs(overrides), config, Path(), notes)
 
 
 def _refuse_misnamed_files(config: RunConfig, choices: Mapping[str, str | None]) -> None:

@@ -26,7 +26,7 @@ from qerl_lab.config.keys import (
 )
 from qerl_lab.config.message import first_line, in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import quote_text, quoted, shell_override
+from qerl_lab.config.spelling import quoted, shell_override, typed_override
 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 FLAGS = ("The --resolve flag", "Only one of --run")  # Hydra's messages about flags that exclude each other
@@ -81,11 +81,11 @@ def spell_for_hydra(override: str) -> str:
     if not sign or key.startswith("~"):
         return override
     if key.startswith(("hydra.", "hydra/")):
-        return override if value.isdecimal() else quote_text(override.partition("=")[0], value)
+        return override if value.isdecimal() else typed_override(override.partition("=")[0], value)
     if key == "slurm" and value[:1] not in ("'", '"'):
         return f"{key}={quoted(value)}"
     if TYPES.get(key) in TEXT and key not in GROUPS:
-        return quote_text(key, value)
+        return typed_override(key, value)
     return f"{'+' if key in APPENDED else ''}{key}={value}"
 
 
@@ -182,8 +182,8 @@ def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigEr
     return ConfigError(f"{group}={spell_value(value)} is not an option; allowed: {', '.join(options)}.{hint}")
 
 
-def without_hydra_overrides(overrides: list[str]) -> list[str]:
-    """Return the overrides without those for Hydra's own settings and for the group `sweeps`."""
+def overrides_of_runs(overrides: list[str]) -> list[str]:
+    """Return the overrides that runs have: all but those for Hydra's own settings and for the group `sweeps`."""
     return [line for line in overrides if not line.startswith(("hydra.", "hydra/", "+sweeps="))]
 
 

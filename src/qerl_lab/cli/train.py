@@ -27,7 +27,7 @@ from qerl_lab.cli import cluster, compose, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, Plan, register_schema
 from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag_error
 from qerl_lab.cli.intent import overrides_by_key
-from qerl_lab.cli.overrides import GROUPS, as_config_errors, parse_overrides, spell_for_hydra, without_hydra_overrides
+from qerl_lab.cli.overrides import GROUPS, as_config_errors, overrides_of_runs, parse_overrides, spell_for_hydra
 from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.keys import FOREIGN_NAMES, TYPES, check_type, field_of_key, what_to_type
@@ -157,9 +157,7 @@ def run(cfg: DictConfig) -> int:
             sys.exit(_start(RunDirectory(plan.directory)))
     directory = RunDirectory(Path(hydra_config.runtime.output_dir))
     words = list(hydra_config.overrides.task)
-    typed = TypedCommand(
-        command_line(words), without_hydra_overrides(words), jobs.sweep_name(Path(hydra_config.sweep.dir))
-    )
+    typed = TypedCommand(command_line(words), overrides_of_runs(words), jobs.sweep_name(Path(hydra_config.sweep.dir)))
     try:
         return _start(directory, typed)
     except ConfigError as error:

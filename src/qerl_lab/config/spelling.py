@@ -13,8 +13,8 @@ _ONE_VALUE = re.compile(r"""[^,=()\[\]{}'"$\\]+""")  # no list, sweep, function,
 _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # a value of a sweep without the blanks around it
 
 
-def quote_text(key: str, value: str) -> str:
-    """Format `key=value` for Hydra, for a key of text: quote a value that Hydra would not read as text.
+def typed_override(key: str, value: str) -> str:
+    """Format `key=value` for Hydra from a value as typed, for a key of text: quote what Hydra would not read as text.
 
     Quotes each value of a sweep `a,b` by itself. Leaves as is: a list, a function such as choice(a,b), an
     interpolation, null, true, false, and a quoted value.

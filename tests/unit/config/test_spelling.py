@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import QuotedString
 from qerl_lab.cli import grammar
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.option import option
-from qerl_lab.config.spelling import quote_text, shell_override, spell_list
+from qerl_lab.config.spelling import shell_override, spell_list, typed_override
 
 TEXTS = [
     "läufe/a=b,c", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "ä=\\", "a\\\\'b, c\\\\", "[a,b]", "{ä}", " a, b ",
@@ -62,4 +62,4 @@ def test_a_line_to_type_is_what_people_type(path: str, typed: str) -> None:
     ("~/a,choice(b)", "~/a,choice(b)"), ("${oc.env:HOME}/ä", "${oc.env:HOME}/ä"),
 ])  # fmt: skip
 def test_a_text_is_quoted_if_hydra_would_not_read_it_as_text(value: str, spelled: str) -> None:
-    assert quote_text("run_dir", value) == f"run_dir={spelled}"
+    assert typed_override("run_dir", value) == f"run_dir={spelled}"
