@@ -540,9 +540,9 @@ def test_a_disk_must_hold_what_a_run_downloads_and_writes(
 def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server computes, so any format works."""
     monkeypatch.setattr(preflight.machine, "has_gpu", lambda: False)
-    preflight.check_engine(tiny(rollout__engine="vllm_server", format__name="nvfp4"))
+    preflight.check_engine_here(tiny(rollout__engine="vllm_server", format__name="nvfp4"))
     with pytest.raises(ConfigError, match=r"^rollout\.engine=vllm "):
-        preflight.check_engine(tiny(rollout__engine="vllm", format__name="nvfp4"))
+        preflight.check_engine_here(tiny(rollout__engine="vllm", format__name="nvfp4"))
 
 
 def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

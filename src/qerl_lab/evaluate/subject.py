@@ -74,7 +74,7 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
             "rollout=transformers or rollout=vllm."
         )
     rules.check_engine(cfg)
-    preflight.check_engine(cfg)
+    preflight.check_engine_here(cfg)
     if folder := on_disk.local_path(cfg.model.path):
         on_disk.check_context(read_json(folder / "config.json"), cfg, f"model.path={cfg.model.path}", group="")
     return subject

@@ -77,7 +77,7 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> list[str]:
         if not has_gpu:
             raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
         require_package(f"{key}={value}", package, remedy)
-    check_engine(cfg)
+    check_engine_here(cfg)
     if cfg.tracking.wandb:
         require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
     _check_disk(cfg, folder, run_dir)
@@ -93,7 +93,7 @@ def _check_device(cfg: RunConfig, has_gpu: bool) -> None:
         refuse_fewer_gpus(cfg.gpus, len(names))
 
 
-def check_engine(cfg: RunConfig) -> None:
+def check_engine_here(cfg: RunConfig) -> None:
     """Raise ConfigError if this machine lacks the GPU or the package that the run's rollout engine needs."""
     package = "'qerl-lab[vllm]'"
     if not machine.has_gpu():  # checked before the package: without a GPU its several GB would not help

@@ -152,7 +152,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     device = device_of(cfg.device)
-    preflight.check_engine(cfg)
+    preflight.check_engine_here(cfg)
     ranks = join(cfg, device)
     limit_to_part(device, cfg.jobs_per_gpu)  # of this rank's GPU, which `join` has chosen
     saved = directory.starting_point()
