@@ -21,7 +21,7 @@ from qerl_lab.evaluate import kl
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.train.ranks import Ranks
-from qerl_lab.train.step import ask_engine, sampling_settings
+from qerl_lab.train.step import sample_completions, sampling_settings
 from qerl_lab.train.training_data import Cursor
 
 MAX_TEXT_TOKENS = 1024  # when solving for sigma: longer texts delay every rank and add little information
@@ -162,7 +162,7 @@ def sample_clean_texts(
     prompts = [policy.chat.prompt_ids(cursor.data.task.messages(question)) for question in questions]
     sampling = sampling_settings(cfg, step, SOLVING_ATTEMPT, ranks.rank)
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, MAX_TEXT_TOKENS))
-    out = ask_engine(engine, prompts, 1, sampling)
+    out = sample_completions(engine, prompts, 1, sampling)
     if not out:
         return []
     return [(prompt, sampled.ids) for prompt, sampled in zip(out.prompt_ids_P, out.completions, strict=True)]

@@ -134,7 +134,7 @@ def collect(
         questions_P = cursor.take(sum(missing_R))[first : first + missing]
         prompt_ids_P = [policy.chat.prompt_ids(task.messages(question)) for question in questions_P]
         sampling = sampling_settings(cfg, step, attempt, ranks.rank)
-        ask = partial(ask_engine, engine, prompt_ids_P, cfg.rollout.group_size, sampling)
+        ask = partial(sample_completions, engine, prompt_ids_P, cfg.rollout.group_size, sampling)
         rollout = ranks.run_on_all(ask, EngineFailed)
         if rollout:
             if rollout.has_nan:
@@ -155,7 +155,9 @@ def collect(
     return Batch(chosen, groups.advantage(reward_P_G, cfg.algorithm.normalize_std), drawn, rollouts)
 
 
-def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout | None:
+def sample_completions(
+    engine: Engine, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling
+) -> Rollout | None:
     """Sample `group_size` completions of each prompt; return None if there are no prompts.
 
     Raises EngineFailed if the engine fails or its result is incomplete.
