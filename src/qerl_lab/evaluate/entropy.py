@@ -30,7 +30,7 @@ from qerl_lab.evaluate.evaluate_options import EntropyOptions, split_name_and_pa
 from qerl_lab.evaluate.subject import load_questions, packed_format, task_config
 from qerl_lab.model import loading, policy, weight_error
 from qerl_lab.model.linear import packed_layers
-from qerl_lab.model.on_disk import read_json
+from qerl_lab.model.on_disk import read_model_json
 from qerl_lab.model.weight_files import WeightFiles, local_folder
 from qerl_lab.record.environment import environment
 from qerl_lab.report.stats import Interval, format_interval, p_value
@@ -141,7 +141,7 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
         if stored is None:
             raise ConfigError(f"{given} in checkpoints is dense; allowed: packed ones. Leave it out.")
         quality = folder / QUALITY  # of the quantize command
-        method = read_json(quality).get("method") if quality.is_file() else None
+        method = read_model_json(quality).get("method") if quality.is_file() else None
         cfg = RunConfig(format=packed_format(stored))
         cfg.model.path = str(folder)
         yield Arm(cfg, method or "unknown", folder)

@@ -22,7 +22,7 @@ from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.dense import dense_tensors, write_model
 from qerl_lab.model.loading import stored_as
-from qerl_lab.model.on_disk import read_json
+from qerl_lab.model.on_disk import read_model_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import local_folder
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
@@ -76,7 +76,7 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
     rules.check_engine(cfg)
     preflight.check_engine_here(cfg)
     if folder := on_disk.local_path(cfg.model.path):
-        on_disk.check_context(read_json(folder / "config.json"), cfg, f"model.path={cfg.model.path}", group="")
+        on_disk.check_context(read_model_json(folder / "config.json"), cfg, f"model.path={cfg.model.path}", group="")
     return subject
 
 
@@ -120,7 +120,7 @@ def _resolve_model(options: AccuracyOptions) -> Subject:
                 f"{given} is packed in {cfg.format.name}, and format={options.format} was given. Leave format out, or "
                 "type the path of the dense model."
             )
-    context = on_disk.context_tokens(read_json(folder / "config.json"))
+    context = on_disk.context_tokens(read_model_json(folder / "config.json"))
     if context is not None:
         cfg.rollout.max_completion_tokens = options.max_completion_tokens or min(LONGEST, context // 2)
         left = context - cfg.rollout.max_completion_tokens  # by a completion

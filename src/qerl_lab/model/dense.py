@@ -12,7 +12,7 @@ from torch import Tensor
 from qerl_lab.model import all_weights
 from qerl_lab.model.linear import PackedLinear, packed_layers
 from qerl_lab.model.loading import tied
-from qerl_lab.model.on_disk import read_json
+from qerl_lab.model.on_disk import read_model_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import copy_companions
 
@@ -75,7 +75,7 @@ def write_model(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, base: 
     folder.mkdir(exist_ok=True)
     save_torch_state_dict({name: tensor.to(dtype=dtype).contiguous() for name, tensor in tensors.items()}, folder)
     copy_companions(base, folder)
-    config = read_json(base / "config.json")
+    config = read_model_json(base / "config.json")
     config.pop("quantization_config", None)
     if dtype is not None:
         config.pop("torch_dtype", None)

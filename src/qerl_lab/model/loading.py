@@ -34,7 +34,7 @@ def stored_as(folder: Path) -> PackedAs | None:
     ValueError, naming the file, if config.json is missing or describes an unsupported layout.
     """
     file = folder / "config.json"
-    config = on_disk.read_json(file).get("quantization_config")
+    config = on_disk.read_model_json(file).get("quantization_config")
     if config is None:
         return None
     try:

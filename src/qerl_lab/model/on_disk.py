@@ -86,7 +86,7 @@ def check(folder: Path, cfg: RunConfig) -> None:
     check_chat_model(folder, setting)
     model_layers = layers(folder)
     _check_layer_names(model_layers, cfg, setting)
-    config = read_json(folder / "config.json", setting)
+    config = read_model_json(folder / "config.json", setting)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
     name, rules = noted_format(folder)
     if name and not is_dense:  # checkpoints of other programs are compared when they are loaded
@@ -102,7 +102,7 @@ def noted_format(folder: Path) -> tuple[str, dict[str, Any]]:
     Without quality.json returns ("", {}).
     """
     file = folder / QUALITY
-    about = read_json(file) if file.is_file() else {}
+    about = read_model_json(file) if file.is_file() else {}
     return about.get("format", ""), about.get("options", {})
 
 
@@ -140,7 +140,7 @@ def check_files(folder: Path, setting: str) -> None:
 
     transformers would load a BERT as a causal LM too. `setting` (`key=value`) is how the user named the model.
     """
-    config = read_json(folder / "config.json", setting)
+    config = read_model_json(folder / "config.json", setting)
     kind = ", ".join(config.get("architectures") or [])
     if config.get("is_encoder_decoder") or (kind and not re.search("CausalLM|LMHead|ConditionalGeneration", kind)):
         raise ConfigError(
@@ -166,7 +166,7 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
     index = folder / INDEX
     if not index.is_file():
         return (folder / SINGLE,)
-    weight_map = read_json(index, str(folder)).get("weight_map")
+    weight_map = read_model_json(index, str(folder)).get("weight_map")
     if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
         raise ConfigError(f"{index} has no weight_map to files of the same folder. Download or save the model again.")
     if (folder / SINGLE).is_file() and {*weight_map.values()} != {SINGLE}:
@@ -177,7 +177,7 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(folder / file for file in {*weight_map.values()}))
 
 
-def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
+def read_model_json(file: Path, setting: str | None = None) -> dict[str, Any]:
     """Read `file` of a model directory, which must hold a JSON object.
 
     Raises ConfigError if the file is missing, unreadable, or holds anything else. `setting` (`key=value`) is how the
@@ -203,7 +203,7 @@ def check_chat_model(folder: Path, setting: str) -> None:
     if (folder / "chat_template.jinja").exists():
         return
     settings = folder / "tokenizer_config.json"
-    if not settings.is_file() or not read_json(settings, setting).get("chat_template"):
+    if not settings.is_file() or not read_model_json(settings, setting).get("chat_template"):
         raise ConfigError(
             f"{setting} has no chat template, and questions are asked as a chat; allowed: chat_template.jinja, or "
             "chat_template in tokenizer_config.json. Type an instruction-tuned model, or a directory with a template."

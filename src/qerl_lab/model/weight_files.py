@@ -14,7 +14,7 @@ from qerl_lab.config.message import first_line, say_hub_is_asked
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import RECORDS
 from qerl_lab.model import gguf, on_disk
-from qerl_lab.model.on_disk import INDEX, SINGLE, read_json
+from qerl_lab.model.on_disk import INDEX, SINGLE, read_model_json
 
 # Download weights, configurations and tokenizers: no code, no pickles, no second copy of the weights.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -156,4 +156,4 @@ def copy_companions(source: Path, target: Path) -> None:
 
 def lab_records(folder: Path) -> dict[str, Any]:
     """Read the JSON records (RECORDS) that the lab's commands left in `folder`, by file name; {} if there are none."""
-    return {name: read_json(folder / name) for name in RECORDS if (folder / name).is_file()}
+    return {name: read_model_json(folder / name) for name in RECORDS if (folder / name).is_file()}

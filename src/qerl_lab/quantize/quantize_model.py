@@ -23,7 +23,7 @@ from qerl_lab.config.spelling import hydra_override, shell_line, spell_list
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable, packed_head
-from qerl_lab.model.on_disk import is_ignored, read_json
+from qerl_lab.model.on_disk import is_ignored, read_model_json
 from qerl_lab.model.weight_files import WeightFiles, copy_companions, local_folder
 from qerl_lab.quantize import llmcompressor, quality, rtn
 from qerl_lab.quantize.quantize_options import QuantizeOptions
@@ -96,7 +96,7 @@ def read_source(options: QuantizeOptions) -> Source:
     Raises ConfigError for a model or an `ignore` that cannot be used, and ValueError for a missing or misshapen weight.
     """
     folder = local_folder(options.model, options.revision, key="model")
-    config = read_json(folder / "config.json")
+    config = read_model_json(folder / "config.json")
     if "quantization_config" in config:
         raise ConfigError(f"model={options.model} is quantized already (config.json). Type model= of the dense model.")
     weights = WeightFiles(folder)

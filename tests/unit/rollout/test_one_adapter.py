@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
 from packed_layers import BY_NAME
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model.on_disk import ASSETS, read_json
+from qerl_lab.model.on_disk import ASSETS, read_model_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.vllm_engine import IN_THIS_PROCESS
@@ -158,7 +158,7 @@ def test_a_packed_directory_keeps_its_own_quantization_method_as_base(name: str,
     assert found.base.get_name() == "compressed-tensors"
     assert found.base.quant_format == packed["format"]
     assert found.base.ignore == ["lm_head"]
-    assert read_json(tmp_path / "config.json")["quantization_config"] == packed
+    assert read_model_json(tmp_path / "config.json")["quantization_config"] == packed
 
 
 def test_bitsandbytes_gets_its_own_loader(tmp_path: Path) -> None:

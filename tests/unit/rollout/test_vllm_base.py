@@ -14,7 +14,7 @@ from packed_layers import BY_NAME, tiny_model
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import stored_as
-from qerl_lab.model.on_disk import ASSETS, read_json
+from qerl_lab.model.on_disk import ASSETS, read_model_json
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm import base
 from small_checkpoints import equal, load, write_packed
@@ -73,7 +73,7 @@ def test_weights_that_bf16_rounds_are_written_rounded(tmp_path: Path, tiny, buil
     learner = build_policy(cfg)
     with base.model_folder(learner, cfg) as folder:
         assert folder != model
-        assert "quantization_config" not in read_json(folder / "config.json")
+        assert "quantization_config" not in read_model_json(folder / "config.json")
         files, name = WeightFiles(folder), "model.layers.0.mlp.down_proj.weight"
         handed = files.tensor(name)
     mine = learner.model.get_base_model().get_submodule(name.removesuffix(".weight")).base_layer.weight

@@ -19,7 +19,7 @@ from qerl_lab import formats
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.loading import stored_as
-from qerl_lab.model.on_disk import read_json
+from qerl_lab.model.on_disk import read_model_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import WeightFiles, local_folder
 
@@ -40,7 +40,7 @@ def model_folder(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
     if unrounded or stored_as(source) is not None:
         yield source
         return
-    tensors, config = base_tensors(policy), read_json(source / "config.json")
+    tensors, config = base_tensors(policy), read_model_json(source / "config.json")
     if cfg.format.name != DENSE_FORMAT:
         dtype = policy.dtype
         config["quantization_config"] = formats.build(cfg.format).quantization_config(cfg.format.ignore, dtype)

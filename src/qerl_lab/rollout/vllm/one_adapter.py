@@ -43,7 +43,7 @@ from qerl_lab.formats.fp8 import W8A8
 from qerl_lab.formats.nvfp4 import GLOBAL_SCALE, Nvfp4
 from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.model.on_disk import read_json
+from qerl_lab.model.on_disk import read_model_json
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.product import (
     TILES_ROWS,
@@ -82,7 +82,7 @@ def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: 
 
     `targets` names the layers with an adapter as in PEFT, by the end of the layer's name, e.g. "q_proj".
     """
-    stored = read_json(folder / "config.json").get("quantization_config") or {"quant_method": NAME}
+    stored = read_model_json(folder / "config.json").get("quantization_config") or {"quant_method": NAME}
     settings = {"rank": lora_rank, "targets": list(targets), "routes": asdict(routes)}
     arguments: dict[str, Any] = {
         "quantization": NAME,

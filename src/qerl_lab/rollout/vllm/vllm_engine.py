@@ -31,7 +31,7 @@ from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.gpu_memory import free_bytes
 from qerl_lab.model.linear import packed_layers, total_bytes
-from qerl_lab.model.on_disk import cache_bytes_per_token, read_json
+from qerl_lab.model.on_disk import cache_bytes_per_token, read_model_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm import all_weights, logprob_scheduler, one_copy
@@ -207,7 +207,7 @@ def build_llm(cfg: RunConfig, folder: Path, policy: Policy, backend: str, adapte
 
     `backend` is the kernel from `choose_backend`. Raises ConfigError if vLLM refuses the model or memory is too small.
     """
-    config, dtype = read_json(folder / "config.json"), policy.dtype
+    config, dtype = read_model_json(folder / "config.json"), policy.dtype
     per_token = cache_bytes_per_token(config, 1 if cfg.rollout.vllm.kv_cache_dtype == "fp8" else dtype.itemsize)
     free = free_bytes(policy.device, cfg.jobs_per_gpu) - bytes_beside_cache(cfg, folder, policy)
     arguments: dict[str, Any] = {
