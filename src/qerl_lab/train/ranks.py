@@ -53,7 +53,7 @@ class Ranks:
         distributed.all_gather_object(values, value)
         return values
 
-    def from_first(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank."""
         return self.gather(value)[0]
 
@@ -61,7 +61,7 @@ class Ranks:
         """Exchange lists with all ranks; return them concatenated, in rank order, on every rank."""
         return [item for of_rank in self.gather(items) for item in of_rank]
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Block until every rank has called this."""
         self.gather(None)
 

@@ -177,7 +177,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
         raise ConfigError(out_of_memory.message_while_loading(cfg, device, error)) from error
     if cfg.lora.start_from:  # before the first evaluation, which uses this adapter
         load_adapter(policy.model, adapter_folder(cfg.lora.start_from))
-    policy.chat.day = ranks.from_first(directory.first_day())
+    policy.chat.day = ranks.broadcast(directory.first_day())
     data = select(cfg, policy, task)
     if saved and saved.step in cfg.extended:
         notes.append(
@@ -225,7 +225,7 @@ def evaluate_heldout(session: Session, phase: str, step: int, questions: int, sa
     if session.tracker:
         rows_by_phase, metric = directory.evaluations(), f"{prefix}accuracy"
         is_logged = any(line["step"] == step and metric in line["metrics"] for line in directory.metrics())
-    if not questions or ranks.from_first(is_logged and phase in rows_by_phase):
+    if not questions or ranks.broadcast(is_logged and phase in rows_by_phase):
         return
     questions = min(questions, len(session.data.task.heldout))
     ask = partial(ask_own_share, session, questions, samples, when)

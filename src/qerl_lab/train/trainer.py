@@ -119,9 +119,9 @@ class LabTrainer(GRPOTrainer):
 
     def save_finished_steps(self) -> None:
         """Save a checkpoint of the finished steps if there is none yet. Every rank must call it, between two steps."""
-        if self.ranks.from_first(checkpoint.last_step(Path(self.args.output_dir))) < self.steps_done:
+        if self.ranks.broadcast(checkpoint.last_step(Path(self.args.output_dir))) < self.steps_done:
             self._save_checkpoint(self.model, None)
-            self.ranks.wait()  # for rank 0, which completes the checkpoint
+            self.ranks.barrier()  # for rank 0, which completes the checkpoint
 
     def run_dummy_pass(self, completions: int, prompt_tokens: int) -> None:
         """Run one forward and backward pass on dummy completions of full length, so that its memory can be measured.
@@ -300,12 +300,12 @@ class LabTrainer(GRPOTrainer):
 
         def write_trainer_files(folder: Path | None) -> None:
             """Write TRL's files of all ranks into rank 0's `folder` itself. The other ranks pass None."""
-            self.args.output_dir = self.ranks.from_first(str(folder))
+            self.args.output_dir = self.ranks.broadcast(str(folder))
             try:
                 super(LabTrainer, self)._save_checkpoint(model, trial)
             finally:
                 self.args.output_dir = checkpoints
-            self.ranks.wait()
+            self.ranks.barrier()
             if folder is None:
                 return
             for made in [*folder.glob("checkpoint-*")]:  # TRL's subfolder
