@@ -165,7 +165,7 @@ class WatchedTrainer(LabTrainer):
         group, start = self.cfg.rollout.group_size, self.steps_done * self.cfg.rollout.prompts_per_step
         used = islice(self.data.order(), start, start + self.cfg.rollout.prompts_per_step)
         answers = [self.data.questions[index].answer for index in used for _ in range(group)]
-        texts = [self.policy.decode(sample.tokens) for sample in self.engine.samples]
+        texts = [self.policy.decode_completion(sample.tokens) for sample in self.engine.samples]
         pairs = list(zip(texts, answers, strict=True))
         return np.array([fraction(*pair) + 0.2 * short(*pair) for pair in pairs]).reshape(-1, group)
 

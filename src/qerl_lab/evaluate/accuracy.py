@@ -41,11 +41,10 @@ def ask_questions(
     if out.has_nan:
         raise FloatingPointError("the sampler's logits are NaN")
     asked = [question for question in questions for _ in range(samples)]
-    texts = [
-        text
-        for prompt, group in zip(prompts, out.completions_P_G, strict=True)
-        for text in with_answer_start(policy.prompt(prompt), [policy.decode(completion.ids) for completion in group])
-    ]
+    texts = list[str]()
+    for prompt, group in zip(prompts, out.completions_P_G, strict=True):
+        decoded = [policy.decode_completion(completion.ids) for completion in group]
+        texts += with_answer_start(policy.decode_prompt(prompt), decoded)
     with terminal.say_if_slow(f"grading {with_noun(len(texts), 'completion')} of {task.name}"):
         scores = task.grade(texts, asked)
     parts = {part: score for part, score in scores.items() if part not in ("answer", "format")}

@@ -145,11 +145,11 @@ class Policy:
         """Return the renderer of chats with the tokenizer's template."""
         return Chat(self.tokenizer, embeddings=self.base.get_input_embeddings().num_embeddings)
 
-    def prompt(self, prompt_ids: list[int]) -> str:
+    def decode_prompt(self, prompt_ids: list[int]) -> str:
         """Decode a prompt to text, special tokens included."""
         return self.tokenizer.decode(prompt_ids)
 
-    def decode(self, completion_ids: list[int]) -> str:
+    def decode_completion(self, completion_ids: list[int]) -> str:
         """Decode a completion to text, without end and padding tokens.
 
         Other special tokens stay, because some tokenizers hold words such as `<think>` as a special token.

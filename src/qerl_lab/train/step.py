@@ -185,8 +185,8 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
     """Grade a rollout of `questions_P`, with the overlong punishment if configured; return one group per question."""
     texts_P_G = []
     for prompt_ids, completions_G in zip(rollout.prompt_ids_P, rollout.completions_P_G, strict=True):
-        decoded_G = [policy.decode(completion.ids) for completion in completions_G]
-        texts_P_G.append(with_answer_start(policy.prompt(prompt_ids), decoded_G))
+        decoded_G = [policy.decode_completion(completion.ids) for completion in completions_G]
+        texts_P_G.append(with_answer_start(policy.decode_prompt(prompt_ids), decoded_G))
     texts = [text for texts_G in texts_P_G for text in texts_G]
     scores = task.grade(texts, [question for question in questions_P for _ in range(cfg.rollout.group_size)])
     parts = task.weighted(scores, texts)

@@ -71,7 +71,7 @@ def test_a_run_is_evaluated_with_its_adapter_and_without_noise(run_dir, build_po
     prompts = [learner.chat.prompt_ids(task.messages(question)) for question in task.heldout[:4]]
     sampling = Sampling(16, accuracy_run.evaluation_seed(4, "arithmetic", 0), 1.0, 1.0)
     ids = ids_of(rollout.build(cfg, learner).generate(prompts, 2, sampling))
-    assert rows["completion"].tolist() == [learner.decode(one) for group in ids for one in group]
+    assert rows["completion"].tolist() == [learner.decode_completion(one) for group in ids for one in group]
     assert rows["id"].tolist() == [question.id for question in task.heldout[:4] for _ in range(2)]
     assert rows["tokens"].tolist() == [len(one) for group in ids for one in group]
     assert about["results"][0]["questions"] == 4
@@ -122,7 +122,7 @@ def test_a_template_that_prints_the_date_gives_a_model_the_same_prompts_every_da
     template.write_text("{{ strftime_now('%d %b %Y') }}\n" + template.read_text())
     asked = subject.load_policy(subject.resolve_subject(AccuracyOptions(model=str(model), device="cpu")))
     ids = asked.chat.prompt_ids([{"role": "user", "content": "1+1?"}])
-    assert asked.prompt(ids).startswith("01 Jan 2026\n")
+    assert asked.decode_prompt(ids).startswith("01 Jan 2026\n")
 
 
 def test_the_released_codes_grading_counts_the_first_character(run_dir, tmp_path, capsys) -> None:

@@ -136,7 +136,7 @@ def test_tags_that_are_special_tokens_stay_in_the_decoded_text(tiny: Any, build_
     ids = policy.tokenizer(text)["input_ids"]
     ends = [policy.tokenizer.eos_token_id, policy.tokenizer.pad_token_id]
     assert {*policy.tokenizer.all_special_ids} >= {ids[0], ids[-1]}
-    assert policy.decode([*ids, *ends]) == text
+    assert policy.decode_completion([*ids, *ends]) == text
 
 
 def saved(folder: Path, **loading: bool) -> dict[str, bytes]:

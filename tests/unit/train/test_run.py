@@ -182,7 +182,7 @@ def test_a_chat_template_with_a_date_gets_the_day_on_which_the_run_began(tiny, t
     directory.begin_session(1721995200.0)  # 2024-07-26, noon
     session = run_module.build_session(cfg, directory, Stop())
     prompt = session.policy.chat.prompt_ids(session.data.task.messages(session.data.questions[0]))
-    assert session.policy.prompt(prompt).startswith("26 Jul 2024")
+    assert session.policy.decode_prompt(prompt).startswith("26 Jul 2024")
     assert any("2024-07-26" in note for note in session.notes)
 
 

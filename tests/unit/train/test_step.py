@@ -45,10 +45,10 @@ class ScriptedPolicy:
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         return [ord(character) for character in messages[0]["content"]]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode_completion(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
-    chat, prompt = property(lambda self: self), decode
+    chat, decode_prompt = property(lambda self: self), decode_completion
 
 
 class ScriptedEngine:
@@ -61,7 +61,7 @@ class ScriptedEngine:
     def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
         lengths = [1 + (sampling.seed + n) % group_size for n in range(group_size)]
         entropy = self.entropies[min(len(self.asked), len(self.entropies) - 1)]
-        self.asked.append(([ScriptedPolicy().decode(ids) for ids in prompt_ids_P], sampling))
+        self.asked.append(([ScriptedPolicy().decode_completion(ids) for ids in prompt_ids_P], sampling))
 
         def sampled(prompt: int, length: int) -> Completion:
             reason = "length" if length == group_size else "stop"
@@ -134,7 +134,7 @@ def test_a_group_is_its_question_with_what_was_sampled_and_earned(setting) -> No
 
 
 def test_what_the_prompt_has_begun_is_graded_with_the_completion(setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScriptedPolicy, "prompt", lambda self, ids: "How many?<think>\n")
+    monkeypatch.setattr(ScriptedPolicy, "decode_prompt", lambda self, ids: "How many?<think>\n")
     group = setting().collect().groups[0]
     assert group.texts_G == ["<think>\n" + "A" * len(completion.ids) for completion in group.completions_G]
 
