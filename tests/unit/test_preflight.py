@@ -261,11 +261,11 @@ def test_the_layers_of_the_embedded_policy_are_read_from_its_header() -> None:
     assert shapes["model.layers.0.mlp.down_proj"] == (160, 448)
     assert shapes["model.layers.2.input_layernorm"] == (160,)
     recipe = json.loads((ASSETS / "recipe.json").read_text())
-    assert 0.99 < on_disk.parameters(ASSETS) / recipe["parameters"] <= 1  # biases are not counted
+    assert 0.99 < on_disk.count_parameters(ASSETS) / recipe["parameters"] <= 1  # biases are not counted
     cfg = RunConfig()
     cfg.lora.rank = 2
     per_layer = 2 * (160 + 160) + 2 * (160 + 32) + 3 * (160 + 448)
-    assert on_disk.adapter_parameters(ASSETS, cfg) == 3 * 2 * per_layer
+    assert on_disk.count_adapter_parameters(ASSETS, cfg) == 3 * 2 * per_layer
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "fp8", "nf4"])
@@ -273,9 +273,9 @@ def test_a_packed_model_counts_as_the_dense_one(name: str, tmp_path: Path) -> No
     """NF4 files have no shapes of the layers, so the size of the adapter is unknown."""
     dense = write_dense(tmp_path / "dense", tiny_model())
     packed, cfg = write_packed(tmp_path / "packed", tiny_model(), BY_NAME[name]), RunConfig()
-    assert on_disk.parameters(packed) == on_disk.parameters(dense)
-    adapter = on_disk.adapter_parameters(dense, cfg)
-    assert on_disk.adapter_parameters(packed, cfg) == (0 if name == "nf4" else adapter)
+    assert on_disk.count_parameters(packed) == on_disk.parameters(dense)
+    adapter = on_disk.count_adapter_parameters(dense, cfg)
+    assert on_disk.count_adapter_parameters(packed, cfg) == (0 if name == "nf4" else adapter)
     assert adapter > 0
 
 

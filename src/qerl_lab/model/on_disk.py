@@ -319,12 +319,12 @@ def layers(folder: Path) -> tuple[Layer, ...]:
     return tuple(modules)
 
 
-def parameters(folder: Path) -> int:
+def count_parameters(folder: Path) -> int:
     """Count the weights of the model in `folder`; a packed weight counts as its unpacked numbers. No biases."""
     return sum(math.prod(layer.shape) for layer in layers(folder))
 
 
-def adapter_parameters(folder: Path, cfg: RunConfig) -> int:
+def count_adapter_parameters(folder: Path, cfg: RunConfig) -> int:
     """Count the weights of the LoRA adapter that `cfg` puts on the model in `folder`.
 
     Layers packed in NF4 are left out, because NF4 stores no shape.

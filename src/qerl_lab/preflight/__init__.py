@@ -165,7 +165,7 @@ def _count_parameters(path: str, folder: Path | None) -> int | None:
     in a hub id. Cached, because reading the vocabulary in a GGUF header takes seconds.
     """
     if folder:
-        return on_disk.parameters(folder)
+        return on_disk.count_parameters(folder)
     return gguf.header(Path(path).expanduser()).parameters if gguf.is_gguf(path) else parameters_in_name(path)
 
 
@@ -184,7 +184,7 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     count = _count_parameters(cfg.model.path, folder) or 0
     trained = count
     if not cfg.trains_all:
-        trained = on_disk.adapter_parameters(folder, cfg) if folder else 0
+        trained = on_disk.count_adapter_parameters(folder, cfg) if folder else 0
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
     checkpoint_bytes = trained * (4 + cfg.optim.moment_bytes)
     # One more than is kept, because a checkpoint is written before the oldest is deleted.
