@@ -12,7 +12,7 @@ from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats import FORMATS, build
 from qerl_lab.formats.format import Format, pack_fused
 from qerl_lab.formats.nf4 import Nf4
-from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
+from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable_linears
 
 N, K = 96, 128
 BY_NAME = {name: build(FormatConfig(name=name)) for name in FORMATS}  # with the schema's defaults
@@ -75,7 +75,7 @@ def pack_model(model: nn.Module, weight_format: Format, *, ignore: Sequence[str]
     packed together (NVFP4: one global scale). Raises ValueError, naming the module, for a weight that the format cannot
     store; layers before it are packed by then.
     """
-    for group in fused_groups(packable(model, ignore)):
+    for group in fused_groups(packable_linears(model, ignore)):
         weights: dict[str, Tensor] = {name: model.get_parameter(f"{name}.weight") for name in group}
         pack_group(model, weights, weight_format)
 

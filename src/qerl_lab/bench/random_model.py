@@ -26,7 +26,7 @@ from qerl_lab import formats
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.formats.format import PackedAs
-from qerl_lab.model.linear import packable
+from qerl_lab.model.linear import packable_linears
 from qerl_lab.model.loading import empty_model, fill, tied
 from qerl_lab.model.weight_files import Stored, Weights
 
@@ -53,7 +53,7 @@ class RandomWeights(Weights):
         of_messages = Path("random weights")
         super().__init__({name: Stored(of_messages, tuple(p.shape), p.dtype) for name, p in model.named_parameters()})
         self.device = device
-        self.linears = packable(model, ignore)
+        self.linears = packable_linears(model, ignore)
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Make the tensor `name` and move it to `device`. The name seeds the random values."""

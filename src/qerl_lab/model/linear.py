@@ -170,7 +170,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def packable(model: nn.Module, ignore: Sequence[str]) -> list[str]:
+def packable_linears(model: nn.Module, ignore: Sequence[str]) -> list[str]:
     """List the full names of the Linears of a dense model that a format packs.
 
     Linears tied to an embedding, and those that an entry of `ignore` matches (`on_disk.is_ignored`), are left out. The
@@ -189,7 +189,7 @@ def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Sequenc
     Training needs a dense output layer, because the loss reads its weight.
     """
     head = model.get_output_embeddings()
-    names = packable(model, ignore) if weight_format.BLOCK is not None else []
+    names = packable_linears(model, ignore) if weight_format.BLOCK is not None else []
     return next((name for name in names if model.get_submodule(name) is head), None)
 
 

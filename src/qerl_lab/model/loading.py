@@ -20,7 +20,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
-from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
+from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable_linears
 from qerl_lab.model.weight_files import Weights
 
 # Tensors in old checkpoints that models compute anew.
@@ -117,7 +117,11 @@ def fill(
     that is missing, superfluous, of wrong shape or dtype, or has NaN or Inf, and for parts of a fused layer that differ
     in their shared tensor scale.
     """
-    weight_format, linears, shapes = packed_as.weight_format, packable(model, packed_as.ignore), shapes_of(model)
+    weight_format, linears, shapes = (
+        packed_as.weight_format,
+        packable_linears(model, packed_as.ignore),
+        shapes_of(model),
+    )
     dense = sorted(shapes.keys() - {f"{name}.weight" for name in linears})
     expected = {name: shapes[name] for name in dense} if is_packed else shapes
     check_tensors(model, source, expected, weight_format, linears if is_packed else ())

@@ -24,7 +24,7 @@ from qerl_lab.config.spelling import spell_list
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import all_weights, loading
 from qerl_lab.model.chat import Chat, pad_id
-from qerl_lab.model.linear import packable, packed_head, packed_layers
+from qerl_lab.model.linear import packable_linears, packed_head, packed_layers
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import HEAD, packed_head_refusal, require_same_format
 from qerl_lab.model.weight_files import WeightFiles, loading_error, local_folder
@@ -351,7 +351,7 @@ def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, 
         return
     rules = {key: value for key, value in asdict(packed_as.weight_format).items() if value is not None}
     require_same_format(cfg, name, rules)
-    of_run, of_model = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, packed_as.ignore))
+    of_run, of_model = ({*packable_linears(model, ignore)} for ignore in (cfg.format.ignore, packed_as.ignore))
     if differ := of_run ^ of_model:
         remedy = shlex.quote(f"format.ignore={spell_list(packed_as.ignore)}")
         raise ConfigError(

@@ -22,7 +22,7 @@ from qerl_lab.config.schema import POCKET, FormatConfig
 from qerl_lab.config.spelling import hydra_override, shell_line, spell_list
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import loading, policy
-from qerl_lab.model.linear import packable, packed_head
+from qerl_lab.model.linear import packable_linears, packed_head
 from qerl_lab.model.on_disk import is_ignored, read_model_json
 from qerl_lab.model.weight_files import WeightFiles, copy_companions, local_folder
 from qerl_lab.quantize import llmcompressor, quality, rtn
@@ -116,7 +116,7 @@ def read_source(options: QuantizeOptions) -> Source:
             f"{typed} would pack {head}, the output layer, and training reads its dense weight; "
             f"allowed: lists that name it. Type {shell_line([f'ignore={spell_list([*ignore, head])}'])}."
         )
-    packed = packable(model, ignore)
+    packed = packable_linears(model, ignore)
     if not packed:
         raise ConfigError(
             f"model={options.model} has no Linear layer outside of {typed}. Type another model, or a shorter ignore."

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from packed_layers import NVFP4, tiny_model
-from qerl_lab.model.linear import packable
+from qerl_lab.model.linear import packable_linears
 from qerl_lab.model.weight_error import remove_scales
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import quality
@@ -49,7 +49,7 @@ def nvfp4_by_hand(files: WeightFiles, name: str) -> np.ndarray:
 
 def test_bits_sizes_and_sqnr_equal_computations_by_hand(folders):
     dense, packed = map(WeightFiles, folders)
-    names = packable(dense_model(), ["lm_head"])
+    names = packable_linears(dense_model(), ["lm_head"])
     result = quality.measure(options_for(folders), folders[0], names, folders[1], CPU)
     signal, error = {}, {}
     for name in names:
@@ -102,7 +102,7 @@ def test_a_layer_without_error_has_an_infinite_sqnr():
 ])  # fmt: skip
 def test_a_weight_that_is_nan_is_an_error_and_no_infinite_sqnr(folders, tmp_path, part, at_fault, said, fit_scales):
     """GPTQ and AWQ are of another library, and their results are read here first."""
-    name = packable(dense_model(), ["lm_head"])[3]
+    name = packable_linears(dense_model(), ["lm_head"])[3]
     broken = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders]
     file = broken[at_fault] / "model.safetensors"
     tensors = load_file(file)
@@ -114,7 +114,7 @@ def test_a_weight_that_is_nan_is_an_error_and_no_infinite_sqnr(folders, tmp_path
 
 def test_weights_that_float32_cannot_square_have_an_sqnr(folders, tmp_path):
     """Formats take weights up to 2**100. quality.json and `evaluate entropy` share one computation of the error."""
-    name, large = packable(dense_model(), ["lm_head"])[3], dense_model()
+    name, large = packable_linears(dense_model(), ["lm_head"])[3], dense_model()
     large.get_submodule(name).weight.data *= 2.0**80
     files = [WeightFiles(write(tmp_path / sort, large, *how)) for write, sort, *how in (
         (write_dense, "dense"), (write_packed, "packed", NVFP4),

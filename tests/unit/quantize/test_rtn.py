@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from packed_layers import NVFP4, each_packed, pack_model, tiny_model
 from qerl_lab.formats.format import Format
-from qerl_lab.model.linear import fused_groups, packable
+from qerl_lab.model.linear import fused_groups, packable_linears
 from qerl_lab.model.weight_files import DTYPES, WeightFiles
 from qerl_lab.quantize import rtn
 from small_checkpoints import equal, write_dense
@@ -27,7 +27,7 @@ def model_of(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 def write_all(source: WeightFiles, folder: Path, weight_format: Format, shard_bytes: float = 1e9) -> None:
     folder.mkdir()
-    rtn.write(source, packable(model_of(), ["lm_head"]), weight_format, CPU, folder, shard_bytes)
+    rtn.write(source, packable_linears(model_of(), ["lm_head"]), weight_format, CPU, folder, shard_bytes)
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ def test_files_keep_to_the_size_limit_and_the_index_lists_every_tensor(tmp_path,
     source, limit = WeightFiles(write_dense(tmp_path / "dense", model_of())), 15e3
     write_all(source, tmp_path / "out", weight_format, shard_bytes=limit)
     written = WeightFiles(tmp_path / "out")  # refuses an index that does not fit the files
-    unit_of = {part: group[0] for group in fused_groups(packable(model_of(), ["lm_head"])) for part in group}
+    unit_of = {part: group[0] for group in fused_groups(packable_linears(model_of(), ["lm_head"])) for part in group}
     assert len(written.files) > 3
     sizes = []
     for file in written.files:
