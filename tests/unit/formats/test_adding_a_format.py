@@ -131,7 +131,7 @@ def test_a_run_loads_a_model_that_the_quantize_command_wrote_in_the_new_format(
     words = shlex.split(printed.splitlines()[-1].split("-m qerl_lab ")[1])
     assert words[0] == "format=int4"
     on_disk.check(Path("out"), composed(*words))
-    assert on_disk.count_parameters(Path("out")) == on_disk.parameters(Path("dense"))
+    assert on_disk.count_parameters(Path("out")) == on_disk.count_parameters(Path("dense"))
     dense = ["format=int4", "model.path=dense", "scale=custom"]
     loaded, own = (packed_layers(policy.load_base(composed(*each), CPU)[0]) for each in (words, dense))
     assert loaded.keys() == own.keys()
