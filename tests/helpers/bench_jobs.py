@@ -23,7 +23,7 @@ def job(folder: Path, arm: str, options: AnyOptions) -> Job:
     (made,) = read_jobs(replace(options, arms=[arm]), str(folder))
     made = replace(made, architecture=ARCHITECTURE)
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0
-    random_model.write(Path(made.folder), ARCHITECTURE, made.packing, torch.device("cpu"), mean_tokens)
+    random_model.write(Path(made.folder), ARCHITECTURE, made.format_config, torch.device("cpu"), mean_tokens)
     random_model.write_adapter(Path(made.adapter), ARCHITECTURE, made.rank)
     return made
 

@@ -46,16 +46,16 @@ def prepare(options: AnyOptions) -> None:
     refuse_fewer_gpus(max((job.gpus for job in jobs), default=1), len(ranks.visible_gpus()))
     checkpoints = {job.folder: job for job in jobs}.values()  # one job of each
     for job in checkpoints:
-        if (weight_format := formats.build(job.packing)).BLOCK is not None:
+        if (weight_format := formats.build(job.format_config)).BLOCK is not None:
             try:
-                weight_format.quantization_config(job.packing.ignore, torch.bfloat16)
+                weight_format.quantization_config(job.format_config.ignore, torch.bfloat16)
             except ValueError as error:
                 raise ConfigError(
                     f"the arm {job.arm!r}: {error}. Type for example format.ignore=[lm_head,down_proj]."
                 ) from error
     remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks
     remove_leftovers(IN_MEMORY, RUN_FOLDERS)  # of killed arms and runs
-    needed, largest = max((random_model.size_of(architecture, job.packing), job.format) for job in checkpoints)
+    needed, largest = max((random_model.size_of(architecture, job.format_config), job.format) for job in checkpoints)
     weights = f"the weights of {options.model} in {largest}"
     refuse_full_disk(scratch, 1.02 * needed, weights, "Type scratch=DIR of a larger disk.")  # 2% for other files
 
@@ -69,10 +69,10 @@ def run(options: AnyOptions) -> Iterator[Row]:
         if options.BENCHMARK != "train_step":  # which makes its own adapters
             for adapter, rank in {job.adapter: job.rank for job in jobs}.items():
                 random_model.write_adapter(Path(adapter), architecture, rank)
-        for folder, packing in {job.folder: job.packing for job in jobs}.items():
+        for folder, format_config in {job.folder: job.format_config for job in jobs}.items():
             started = time.perf_counter()
-            random_model.write(Path(folder), architecture, packing, device, mean_tokens)
-            terminal.say(f"random weights in {packing.name}: written in {time.perf_counter() - started:.0f} s")
+            random_model.write(Path(folder), architecture, format_config, device, mean_tokens)
+            terminal.say(f"random weights in {format_config.name}: written in {time.perf_counter() - started:.0f} s")
             gc.collect()  # a model may hold itself in a cycle
             if device.type == "cuda":
                 torch.cuda.empty_cache()

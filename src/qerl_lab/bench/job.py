@@ -46,7 +46,7 @@ class Job:
     options: dict[str, Any]
 
     @property
-    def packing(self) -> FormatConfig:
+    def format_config(self) -> FormatConfig:
         """Return the settings that the arm's checkpoint depends on: its format, and the overrides of CHECKPOINT_KEYS.
 
         Arms that differ only in other keys of the group `format`, such as format.dense_cache, share a checkpoint. An
@@ -57,9 +57,11 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Return the directory of the checkpoint. Arms with equal `packing` share it."""
-        is_usual = self.packing == FormatConfig(name=self.format)
-        return f"{self.scratch}/{self.format}" + ("" if is_usual else f"-{zlib.crc32(repr(self.packing).encode()):08x}")
+        """Return the directory of the checkpoint. Arms with equal `format_config` share it."""
+        is_usual = self.format_config == FormatConfig(name=self.format)
+        return f"{self.scratch}/{self.format}" + (
+            "" if is_usual else f"-{zlib.crc32(repr(self.format_config).encode()):08x}"
+        )
 
     @property
     def adapter(self) -> str:

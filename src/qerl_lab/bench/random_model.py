@@ -64,29 +64,33 @@ class RandomWeights(Weights):
         return tensor.normal_(std=0.02, generator=generator).to(device)
 
 
-def size_of(architecture: dict[str, Any], packing: FormatConfig) -> float:
-    """Return about how many bytes a checkpoint of `architecture` in the format `packing` has. Makes no tensors."""
-    source = RandomWeights(architecture, torch.device("cpu"), packing.ignore)
+def size_of(architecture: dict[str, Any], format_config: FormatConfig) -> float:
+    """Return about how many bytes a checkpoint of `architecture` packed by `format_config` has. Makes no tensors."""
+    source = RandomWeights(architecture, torch.device("cpu"), format_config.ignore)
     packed = sum(math.prod(source.shape(f"{name}.weight")) for name in source.linears)
     every = sum(math.prod(source.shape(name)) for name in source.names)
-    return 2 * (every - packed) + packed * formats.build(packing).bits_per_weight / 8
+    return 2 * (every - packed) + packed * formats.build(format_config).bits_per_weight / 8
 
 
 def write(
-    folder: Path, architecture: dict[str, Any], packing: FormatConfig, device: torch.device, mean_tokens: float = 0
+    folder: Path,
+    architecture: dict[str, Any],
+    format_config: FormatConfig,
+    device: torch.device,
+    mean_tokens: float = 0,
 ) -> None:
-    """Write a random checkpoint of `architecture` in the format `packing`; weights are made and packed on `device`.
+    """Write a random checkpoint of `architecture`; weights are made on `device`, and packed by `format_config` there.
 
     `mean_tokens` is the mean length of completions (`end_ids`); with 0 the model never ends a completion.
     """
-    weight_format, source = formats.build(packing), RandomWeights(architecture, device)
-    packed_as = PackedAs(weight_format, tuple(packing.ignore))
+    weight_format, source = formats.build(format_config), RandomWeights(architecture, device)
+    packed_as = PackedAs(weight_format, tuple(format_config.ignore))
     config = source.config
     model = fill(empty_model(config, torch.bfloat16), source, packed_as, is_packed=False, device=device)
     folder.mkdir(parents=True)
     save_torch_state_dict(model.state_dict(), folder, shared_tensors_to_discard=tied(model))
     if weight_format.BLOCK is not None:
-        config.quantization_config = weight_format.quantization_config(packing.ignore, torch.bfloat16)
+        config.quantization_config = weight_format.quantization_config(format_config.ignore, torch.bfloat16)
     config.save_pretrained(folder)
     ends = end_ids(architecture["vocab_size"], mean_tokens)
     GenerationConfig(eos_token_id=ends, pad_token_id=0).save_pretrained(folder)

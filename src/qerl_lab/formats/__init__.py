@@ -15,21 +15,21 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 FORMATS: dict[str, type[Format]] = {kind.NAME: kind for kind in (Bf16, Fp8, Mxfp4, Nf4, Nvfp4)}
 
 
-def build(chosen: Any) -> Format:
-    """Build a weight format from `chosen`, a FormatConfig: its `name` is a key of `FORMATS`.
+def build(format_config: Any) -> Format:
+    """Build a weight format from `format_config`, a FormatConfig: its `name` is a key of `FORMATS`.
 
-    Only the options that this format has are read from `chosen`. Raises ValueError for an unknown name.
+    Only the options that this format has are read from `format_config`. Raises ValueError for an unknown name.
     """
-    if chosen.name not in FORMATS:
-        raise ValueError(f"unknown weight format {chosen.name!r}; allowed: {', '.join(FORMATS)}")
-    kind: Any = FORMATS[chosen.name]
-    return kind(**{option.name: getattr(chosen, option.name) for option in fields(kind)})
+    if format_config.name not in FORMATS:
+        raise ValueError(f"unknown weight format {format_config.name!r}; allowed: {', '.join(FORMATS)}")
+    kind: Any = FORMATS[format_config.name]
+    return kind(**{option.name: getattr(format_config, option.name) for option in fields(kind)})
 
 
-def changed_options(chosen: Any) -> dict[str, Any]:
-    """Return the options of the format in `chosen`, a FormatConfig, that differ from the defaults, by name."""
-    usual = type(chosen)()
-    return {name: value for name, value in asdict(build(chosen)).items() if value != getattr(usual, name)}
+def changed_options(format_config: Any) -> dict[str, Any]:
+    """Return the options of the format in `format_config`, a FormatConfig, that differ from the defaults, by name."""
+    usual = type(format_config)()
+    return {name: value for name, value in asdict(build(format_config)).items() if value != getattr(usual, name)}
 
 
 def recognize(config: Mapping[str, Any]) -> PackedAs:
