@@ -316,7 +316,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = loading.empty_model(config, compute_dtype(cfg, device), cfg.model.attention)
         packed_as = stored or PackedAs(formats.build(cfg.format), tuple(cfg.format.ignore))
-        _check_packing(cfg, model, packed_as, is_packed=stored is not None)
+        _check_packed_layers(cfg, model, packed_as, is_packed=stored is not None)
         loading.fill(model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device)
         # Keep end tokens only: transformers would add the model's sampling defaults (Qwen2.5's repetition penalty).
         has_file = (folder / "generation_config.json").is_file()
@@ -333,7 +333,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     return model, tokenizer
 
 
-def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, *, is_packed: bool) -> None:
+def _check_packed_layers(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, *, is_packed: bool) -> None:
     """Raise ConfigError if the output layer is or would be packed, or a packed model does not fit cfg.format.
 
     `packed_as` describes the model as it is (`is_packed`) or as it will be packed. A packed model must have the format,
