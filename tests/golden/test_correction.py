@@ -54,7 +54,7 @@ def flat(rows: Rows) -> list[float]:
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_weights_are_the_ratios_truncated_or_masked(name: str) -> None:
     trainer, sampler = drawn(1)
-    found = correction.weights(name, CLIP_MAX, *tensors(trainer, sampler))
+    found = correction.importance_weights(name, CLIP_MAX, *tensors(trainer, sampler))
     by_token = found.value.expand(len(LENGTHS), WIDTH).tolist()
     tokens = [row[:length] for row, length in zip(by_token, LENGTHS, strict=True)]
     assert flat(tokens) == pytest.approx(flat(reference(name, trainer, sampler)), rel=1e-12)
@@ -67,8 +67,8 @@ def test_a_token_without_a_sampler_logprob_has_ratio_1() -> None:
     trainer, sampler = drawn(2)
     sampler[1][3] = math.nan
     for name in ("token_truncate", "token_mask"):
-        assert correction.weights(name, CLIP_MAX, *tensors(trainer, sampler)).value[1, 3] == 1
-    found = correction.weights("sequence_truncate", 1e9, *tensors(trainer, sampler)).value[1, 0]
+        assert correction.importance_weights(name, CLIP_MAX, *tensors(trainer, sampler)).value[1, 3] == 1
+    found = correction.importance_weights("sequence_truncate", 1e9, *tensors(trainer, sampler)).value[1, 0]
     del trainer[1][3], sampler[1][3]
     assert found.item() == pytest.approx(math.exp(sum(trainer[1]) - sum(sampler[1])), rel=1e-12)
 
@@ -79,7 +79,7 @@ def test_mismatch_is_pooled_over_the_tokens_of_several_micro_batches(name: str) 
     rows = []
     for trainer, sampler in batches:
         of_tokens = tensors(trainer, sampler)
-        rows.append(correction.term_sums(correction.weights(name, CLIP_MAX, *of_tokens), *of_tokens))
+        rows.append(correction.term_sums(correction.importance_weights(name, CLIP_MAX, *of_tokens), *of_tokens))
     assert all(row.dtype == torch.float64 for row in rows)
     p, q = (flat([row for batch in batches for row in batch[side]]) for side in (0, 1))
     log_ratios = [a - b for a, b in zip(p, q, strict=True)]
@@ -104,7 +104,9 @@ def test_k3_keeps_its_digits_at_tiny_differences() -> None:
     """For a small d = log r, r - 1 - log r is d^2 / 2. The plain formula would round it to 0."""
     trainer = torch.full((1, 2), -1.0, dtype=torch.float64)
     of_tokens = trainer, trainer - 1e-9, torch.ones(1, 2)
-    found = correction.mismatch([correction.term_sums(correction.weights("off", 3.0, *of_tokens), *of_tokens).tolist()])
+    found = correction.mismatch(
+        [correction.term_sums(correction.importance_weights("off", 3.0, *of_tokens), *of_tokens).tolist()]
+    )
     assert found["sampler/kl_k3_nats"] == pytest.approx(0.5e-18, rel=1e-3, abs=0)
 
 
@@ -112,7 +114,7 @@ def test_a_nan_logprob_of_the_trainer_makes_the_metrics_nan() -> None:
     trainer, sampler = drawn(6)
     trainer[0][0] = math.nan
     of_tokens = tensors(trainer, sampler)
-    found = correction.term_sums(correction.weights("token_truncate", CLIP_MAX, *of_tokens), *of_tokens)
+    found = correction.term_sums(correction.importance_weights("token_truncate", CLIP_MAX, *of_tokens), *of_tokens)
     measured = correction.mismatch([found.tolist()])
     assert math.isnan(measured["sampler/kl_k1_nats"])
     assert math.isnan(measured["sampler/logprob_gap_mean"])

@@ -100,7 +100,7 @@ def as_trl_has_it(batch: Ragged, cfg: RunConfig) -> dict[str, Tensor]:
     in_loss = mask * finished[:, None] if cfg.algorithm.mask_truncated else mask
     advantage = groups.advantage(batch.reward_P_G, cfg.algorithm.normalize_std)
     rollout = cfg.rollout
-    weights = correction.weights(
+    weights = correction.importance_weights(
         rollout.importance_correction, rollout.importance_clip_max, batch.old_N_T, batch.sampler_N_T, in_loss
     )
     return {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Weights(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """Importance weights of the loss: one per token, both fields [B, T], or one per completion, both [B, 1].
 
     Attributes:
@@ -26,7 +26,9 @@ class Weights(NamedTuple):
     is_cut: Tensor
 
 
-def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Weights:
+def importance_weights(
+    correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor
+) -> ImportanceWeights:
     """Compute the importance weights trainer / sampler: one per token, or one per completion for "sequence_*".
 
     A ratio above `clip_max` becomes `clip_max` ("*_truncate") or 0 ("*_mask"). "off" and "in_ratio" give weights of 1.
@@ -40,21 +42,21 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
     log_ratio = ((trainer_B_T - sampler_B_T) * mask_B_T).nan_to_num(nan=0.0)
     if correction in ("off", "in_ratio"):  # in_ratio: the loss itself divides by the sampler
         ones = torch.ones_like(log_ratio[:, :1])
-        return Weights(ones, torch.zeros_like(ones, dtype=torch.bool))
+        return ImportanceWeights(ones, torch.zeros_like(ones, dtype=torch.bool))
     if correction.startswith("sequence"):
         log_ratio = log_ratio.sum(-1, keepdim=True)
     ratio = log_ratio.exp()
     is_cut = ratio > clip_max
-    return Weights(ratio.masked_fill(is_cut, clip_max if correction.endswith("truncate") else 0.0), is_cut)
+    return ImportanceWeights(ratio.masked_fill(is_cut, clip_max if correction.endswith("truncate") else 0.0), is_cut)
 
 
-def term_sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+def term_sums(weights: ImportanceWeights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
     """Return the sums over the completion tokens of a micro-batch from which `mismatch` computes metrics: float64 [10].
 
     Entries 0 to 8 are sums, in the order that `mismatch` reads them; the last is the largest absolute log-ratio.
 
     Args:
-        weights: result of the function `weights`. Weights per completion are counted once per completion.
+        weights: result of `importance_weights`. Weights per completion are counted once per completion.
         trainer_B_T, sampler_B_T: log-probs of the sampled tokens in nats.
         mask_B_T: 1 for completion tokens, 0 for padding.
     """

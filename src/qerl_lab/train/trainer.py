@@ -423,13 +423,13 @@ class LabTrainer(GRPOTrainer):
         """Return a context manager that lets the policy use packed attention if the run packs."""
         return packing.packed_attention(self.policy.base) if self.packs else nullcontext()
 
-    def _record_mismatch(self, trainer_B_T: Tensor, batch: dict[str, Tensor]) -> correction.Weights:
+    def _record_mismatch(self, trainer_B_T: Tensor, batch: dict[str, Tensor]) -> correction.ImportanceWeights:
         """Record the mismatch of sampler and trainer for the step's metrics, and return the importance weights.
 
         `trainer_B_T` are the trainer's log-probs in nats of the completions in `batch`, TRL's tensors.
         """
         rollout, sampler_B_T, mask_B_T = self.cfg.rollout, batch["sampling_per_token_logps"], batch["completion_mask"]
-        weights = correction.weights(
+        weights = correction.importance_weights(
             rollout.importance_correction, rollout.importance_clip_max, trainer_B_T, sampler_B_T, mask_B_T
         )
         self.mismatch.append(correction.term_sums(weights, trainer_B_T, sampler_B_T, mask_B_T))
