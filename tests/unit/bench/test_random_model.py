@@ -98,8 +98,8 @@ def test_a_prompt_has_the_requested_number_of_tokens(tmp_path: Path) -> None:
     for text in texts:
         ids = loaded.chat.prompt_ids([{"role": "user", "content": text}])
         assert len(ids) == 50
-        assert loaded.decode(ids) == text
-    assert isinstance(loaded.decode(list(range(301))), str)  # a random model may sample any id
+        assert loaded.decode_completion(ids) == text
+    assert isinstance(loaded.decode_completion(list(range(301))), str)  # a random model may sample any id
 
 
 def test_the_padding_token_is_in_no_prompt_and_ends_no_completion() -> None:
