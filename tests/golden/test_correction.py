@@ -79,7 +79,7 @@ def test_mismatch_is_pooled_over_the_tokens_of_several_micro_batches(name: str) 
     rows = []
     for trainer, sampler in batches:
         of_tokens = tensors(trainer, sampler)
-        rows.append(correction.term_sums(correction.importance_weights(name, CLIP_MAX, *of_tokens), *of_tokens))
+        rows.append(correction.mismatch_sums(correction.importance_weights(name, CLIP_MAX, *of_tokens), *of_tokens))
     assert all(row.dtype == torch.float64 for row in rows)
     p, q = (flat([row for batch in batches for row in batch[side]]) for side in (0, 1))
     log_ratios = [a - b for a, b in zip(p, q, strict=True)]
@@ -97,15 +97,15 @@ def test_mismatch_is_pooled_over_the_tokens_of_several_micro_batches(name: str) 
         "sampler/effective_sample_size": sum(ratios) ** 2 / (count * sum(r * r for r in ratios)),
         "sampler/importance_clipped_fraction": sum(is_cut) / count,
     }
-    assert correction.mismatch([row.tolist() for row in rows]) == pytest.approx(expected, rel=1e-12)
+    assert correction.mismatch_metrics([row.tolist() for row in rows]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_k3_keeps_its_digits_at_tiny_differences() -> None:
     """For a small d = log r, r - 1 - log r is d^2 / 2. The plain formula would round it to 0."""
     trainer = torch.full((1, 2), -1.0, dtype=torch.float64)
     of_tokens = trainer, trainer - 1e-9, torch.ones(1, 2)
-    found = correction.mismatch(
-        [correction.term_sums(correction.importance_weights("off", 3.0, *of_tokens), *of_tokens).tolist()]
+    found = correction.mismatch_metrics(
+        [correction.mismatch_sums(correction.importance_weights("off", 3.0, *of_tokens), *of_tokens).tolist()]
     )
     assert found["sampler/kl_k3_nats"] == pytest.approx(0.5e-18, rel=1e-3, abs=0)
 
@@ -114,7 +114,7 @@ def test_a_nan_logprob_of_the_trainer_makes_the_metrics_nan() -> None:
     trainer, sampler = drawn(6)
     trainer[0][0] = math.nan
     of_tokens = tensors(trainer, sampler)
-    found = correction.term_sums(correction.importance_weights("token_truncate", CLIP_MAX, *of_tokens), *of_tokens)
-    measured = correction.mismatch([found.tolist()])
+    found = correction.mismatch_sums(correction.importance_weights("token_truncate", CLIP_MAX, *of_tokens), *of_tokens)
+    measured = correction.mismatch_metrics([found.tolist()])
     assert math.isnan(measured["sampler/kl_k1_nats"])
     assert math.isnan(measured["sampler/logprob_gap_mean"])

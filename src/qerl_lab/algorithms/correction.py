@@ -50,10 +50,10 @@ def importance_weights(
     return ImportanceWeights(ratio.masked_fill(is_cut, clip_max if correction.endswith("truncate") else 0.0), is_cut)
 
 
-def term_sums(weights: ImportanceWeights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """Return the sums over the completion tokens of a micro-batch from which `mismatch` computes metrics: float64 [10].
+def mismatch_sums(weights: ImportanceWeights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Return the sums over the completion tokens of a micro-batch that `mismatch_metrics` takes: float64 [10].
 
-    Entries 0 to 8 are sums, in the order that `mismatch` reads them; the last is the largest absolute log-ratio.
+    Entries 0 to 8 are sums, in the order of that function; the last is the largest absolute log-ratio.
 
     Args:
         weights: result of `importance_weights`. Weights per completion are counted once per completion.
@@ -69,10 +69,10 @@ def term_sums(weights: ImportanceWeights, trainer_B_T: Tensor, sampler_B_T: Tens
     return torch.stack([*(term.sum() for term in summed), gap.max()])
 
 
-def mismatch(sums_N: list[list[float]]) -> dict[str, float]:
-    """Compute the metrics `sampler/*` of the gap between sampler and trainer from sums over micro-batches.
+def mismatch_metrics(sums_N: list[list[float]]) -> dict[str, float]:
+    """Compute the metrics `sampler/*` of the mismatch of sampler and trainer from sums over micro-batches.
 
-    `sums_N` has the result of `term_sums`, as a list, for each micro-batch of all ranks. A NaN log-prob makes the
+    `sums_N` has the result of `mismatch_sums`, as a list, for each micro-batch of all ranks. A NaN log-prob makes the
     averages NaN.
     """
     *columns, largest_gaps = zip(*sums_N, strict=True)

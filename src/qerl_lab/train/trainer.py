@@ -75,7 +75,7 @@ class LabTrainer(GRPOTrainer):
         self.measured: dict[str, float] = {}
         self.loss_tokens: list[float] = []  # per micro-batch
         self.entropies: list[Tensor] = []  # of each completion token, per micro-batch
-        self.mismatch: list[Tensor] = []  # `correction.term_sums`, per micro-batch
+        self.mismatch_sums: list[Tensor] = []  # `correction.mismatch_sums`, per micro-batch
         self.until_backward = ExitStack()  # contexts open from a loss to the end of its backward pass
         self.micro_batch: dict[str, Tensor] = {}  # the one that the loss is computed on
         self.scored_before = False  # whether a forward before the updates computed the rollout's log-probs
@@ -290,7 +290,7 @@ class LabTrainer(GRPOTrainer):
         metrics = self._step_metrics(logs)
         self.on_step(self.steps_done, metrics)
         self._check_finite(metrics)
-        for of_step in (self.loss_tokens, self.entropies, self.mismatch, self.measured, self.clock.seconds):
+        for of_step in (self.loss_tokens, self.entropies, self.mismatch_sums, self.measured, self.clock.seconds):
             of_step.clear()
         self.after_step(self.steps_done)
 
@@ -432,7 +432,7 @@ class LabTrainer(GRPOTrainer):
         weights = correction.importance_weights(
             rollout.importance_correction, rollout.importance_clip_max, trainer_B_T, sampler_B_T, mask_B_T
         )
-        self.mismatch.append(correction.term_sums(weights, trainer_B_T, sampler_B_T, mask_B_T))
+        self.mismatch_sums.append(correction.mismatch_sums(weights, trainer_B_T, sampler_B_T, mask_B_T))
         return weights
 
     # --- parts of the log
@@ -447,7 +447,7 @@ class LabTrainer(GRPOTrainer):
         entropies_T = torch.tensor(self.ranks.pool(torch.cat(self.entropies).tolist()), dtype=torch.float64)
         metrics["policy/entropy_nats"] = entropies_T.mean().item()
         metrics["policy/entropy_forking_nats"], metrics["policy/entropy_rest_nats"] = kl.split_by_entropy(entropies_T)
-        metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
+        metrics |= correction.mismatch_metrics(self.ranks.pool(torch.stack(self.mismatch_sums).tolist()))
         is_stale = self.measured.get("rollout/staleness", 0) > 0
         if self.measured.get("noise/kl_nats") == 0 and not is_stale:  # only the kernels cause a gap
             metrics["sampler/kernel_gap_mean"] = metrics["sampler/logprob_gap_mean"]
