@@ -152,7 +152,7 @@ def warm_up(options: WarmupOptions) -> None:
     loss = first_and_last(losses[0], losses[-1], len(losses))
     print(f"loss {loss} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.format_path(options.folder)}  ({WARMUP} says how it was made)")
-    print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_words(options))}")
+    print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_overrides(options))}")
 
 
 def worked_example(chat: "Chat", task: tasks.Task, question: tasks.Question) -> dict[str, list[int]]:
@@ -241,7 +241,7 @@ def count_updates(epochs: float, rows: int, batch_size: int) -> int:
     return int(passes) * math.ceil(rows / batch_size) + math.ceil(rest * rows / batch_size)
 
 
-def training_words(options: WarmupOptions) -> list[str]:
+def training_overrides(options: WarmupOptions) -> list[str]:
     """Return the command-line overrides (`key=value`) with which the main command trains the new model."""
     scale = next((scale for name, scale in SCALES.items() if name in options.model), "custom")
     model = hydra_override("model.path", terminal.format_path(options.folder))

@@ -22,7 +22,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.tools.warmup import IGNORED, WarmupOptions, check, count_updates, tokenize, training_words, warm_up
+from qerl_lab.tools.warmup import IGNORED, WarmupOptions, check, count_updates, tokenize, training_overrides, warm_up
 from small_checkpoints import edit_tensors, write_dense, write_packed
 
 
@@ -232,11 +232,11 @@ def test_a_task_without_a_row_is_refused_with_the_keys_of_this_command(options: 
 
 
 def test_the_printed_command_trains_with_the_taught_instruction(options: WarmupOptions) -> None:
-    said = training_words(replace(options, instruction="Think, then answer (briefly)."))
+    said = training_overrides(replace(options, instruction="Think, then answer (briefly)."))
     (job,) = make_plan([word for word in said if not word.startswith("model.path=")], False).jobs
     assert job.config.task.instruction == "Think, then answer (briefly)."
-    assert "task=gsm8k" in training_words(replace(options, task="gsm8k"))
-    assert not [word for word in training_words(options) if word.startswith("task")]
+    assert "task=gsm8k" in training_overrides(replace(options, task="gsm8k"))
+    assert not [word for word in training_overrides(options) if word.startswith("task")]
 
 
 def test_a_file_of_the_user_may_have_its_own_solutions(options: WarmupOptions, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_file_of_the_user_may_have_its_own_solutions(options: WarmupOptions, t
     options = replace(options, task_module=str(file), questions=0)
     task = tasks.load(options.task_config(), training="worked")
     assert [question.payload["solution"] for question in task.train] == [f"say {n}" for n in range(9)]
-    assert f"task.module={file}" in training_words(options)
+    assert f"task.module={file}" in training_overrides(options)
 
 
 @pytest.mark.parametrize(
