@@ -114,7 +114,7 @@ class Claim:
     @property
     def is_ratio(self) -> bool:
         """Tell whether effects are ratios (treated / control), compared by their logarithms, instead of differences."""
-        return MEASURES[self.measure].ratio
+        return MEASURES[self.measure].is_ratio
 
     @property
     def margin(self) -> float:
@@ -189,7 +189,7 @@ def _parse_claim(values: Any, file: ClaimsFile, arms: Mapping[str, Settings]) ->
             raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
     if fields["direction"] not in (-1, 0, 1):
         raise ValueError(f"{where}: direction {fields['direction']} is none of -1, 0, 1")
-    is_ratio = MEASURES[fields["measure"]].ratio
+    is_ratio = MEASURES[fields["measure"]].is_ratio
     smallest = parse_number(fields["smallest"], f"{where}: smallest", 1 if is_ratio else 0)
     swept_keys = [fields[field] for field in ("best_of", "mean_over") if fields.get(field)]
     if len(swept_keys) > 1:
@@ -229,7 +229,7 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], is_ratio: bool, w
             check_fields(columns, dict.fromkeys(columns, TEXT), {}, f"{where}, printed")
         numbers = {side: {**row["where"], **row[side]} for side in ("treated", "control")}
         try:
-            printed.append(reference.paper_effect(**numbers, ratio=is_ratio))
+            printed.append(reference.paper_effect(**numbers, is_ratio=is_ratio))
         except KeyError as error:
             raise ValueError(f"{where}, printed: {error.args[0]}") from None
     return Contrast(treated, control, arms[treated], arms[control], tuple(printed))

@@ -271,7 +271,7 @@ def _measure_option(measure: str, runs: Sequence[Run], controls: Sequence[Run], 
     values = definition.of(runs, controls).dropna(axis=1).loc[list(seeds)]
     most = definition.most(runs[0]) if definition.most else math.inf
     is_censored = (values > most).any(axis=1).to_numpy()
-    return Measured(np.log(values) if definition.ratio else values, is_censored)
+    return Measured(np.log(values) if definition.is_ratio else values, is_censored)
 
 
 def _without_each(places: Sequence[int]) -> list[list[int]]:

@@ -24,15 +24,15 @@ class Unmeasured(ValueError):
 class Measure:
     """One measure: `of(runs, controls)` returns its values, in `unit`; `meaning` says in words what is measured.
 
-    Two arms are compared by the difference of their means over seeds, or with `ratio` by the ratio of their geometric
-    means. With `is_change` a value is itself a difference of two fractions, from -1 to 1, and is written with its sign.
-    Values above `most(run)` are right-censored: the true value is at least as large.
+    Two arms are compared by the difference of their means over seeds, or with `is_ratio` by the ratio of their
+    geometric means. With `is_change` a value is itself a difference of two fractions, from -1 to 1, and is written with
+    its sign. Values above `most(run)` are right-censored: the true value is at least as large.
     """
 
     unit: str
     meaning: str
     of: MeasureFunction
-    ratio: bool = False
+    is_ratio: bool = False
     is_change: bool = False
     most: Callable[[Run], float] | None = None
 
@@ -157,16 +157,16 @@ MEASURES: dict[str, Measure] = {
     ),
     "steps_to_half": Measure(
         "steps", "steps until right answers, averaged over a tenth of the steps, have made half of the rise that the "
-        "control makes; of a run that never gets there only known to be more than it had", _half_rise_steps, ratio=True,
-        most=lambda run: float(len(answer_shares(run))),
+        "control makes; of a run that never gets there only known to be more than it had", _half_rise_steps,
+        is_ratio=True, most=lambda run: float(len(answer_shares(run))),
     ),
     "rollout_throughput": Measure(
         "tokens/s", "completion tokens / seconds of rollouts",
-        _per_run(lambda run: run.summary["rollout_tokens_per_second"], is_speed=True), ratio=True,
+        _per_run(lambda run: run.summary["rollout_tokens_per_second"], is_speed=True), is_ratio=True,
     ),
     "step_throughput": Measure(
         "tokens/s", "completion tokens / seconds of whole steps",
-        _per_run(lambda run: run.summary["tokens_per_second"], is_speed=True), ratio=True,
+        _per_run(lambda run: run.summary["tokens_per_second"], is_speed=True), is_ratio=True,
     ),
     "accuracy_before": Measure(
         "fraction", "held-out accuracy before training", lambda runs, _: _accuracies(runs, "before")

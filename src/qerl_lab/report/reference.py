@@ -95,8 +95,8 @@ def select_row(where: Mapping[str, str]) -> pd.Series:
     return rows.iloc[0]
 
 
-def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool) -> tuple[str, float]:
-    """Compare two numbers of the paper: return their source, and `treated` - `control`, or with `ratio` the quotient.
+def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], is_ratio: bool) -> tuple[str, float]:
+    """Compare two numbers of the paper: return their source, and treated - control, with `is_ratio` treated / control.
 
     `treated` and `control` find a number each (`select_row`). The source is table or figure, model, and reading error
     of a curve. Curves of one figure are compared at steps at which both are known. Percentages become fractions. Raises
@@ -108,11 +108,11 @@ def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], ratio: 
     if file and file == control_row["file"]:
         both = curves_to_average(file, setting)[[treated_row["column"], control_row["column"]]]
         of_treated, of_control = both.dropna().mean()
-    effect = of_treated / of_control if ratio else of_treated - of_control
+    effect = of_treated / of_control if is_ratio else of_treated - of_control
     error = max(treated_row["error"], control_row["error"])
     model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
     source = f"{treated_row['table']} {model}".strip() + (f", +-{error:g}" if error else "")
-    return source, float(effect) / (100 if treated_row["metric"] == "accuracy" and not ratio else 1)
+    return source, float(effect) / (100 if treated_row["metric"] == "accuracy" and not is_ratio else 1)
 
 
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:

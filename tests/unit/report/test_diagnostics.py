@@ -158,7 +158,7 @@ def test_an_end_without_a_bound_is_an_arrow_and_a_ratio_has_no_unit(found: Compa
     (arrow,) = axis.texts
     assert (arrow.xy, arrow.xyann) == ((1, 0), (mean, 0))
     assert axis.get_xlabel().endswith("treated - control, nats")
-    measure = next(name for name, measure in MEASURES.items() if measure.ratio)
+    measure = next(name for name, measure in MEASURES.items() if measure.is_ratio)
     ratio = replace(row, claim=replace(row.claim, measure=measure, smallest=1.1))
     assert diagnostics.draw_effects([ratio]).axes[0].get_xlabel().endswith("treated / control")
 
@@ -171,7 +171,7 @@ def test_no_effect_and_the_smallest_that_matters_are_lines(
     found: Comparison, is_ratio: bool, direction: int, expected: list[float]
 ) -> None:
     row = next(row for row in verdicts.judge(found.counted, found.runs) if row.numbers)
-    measure = next(name for name, measure in MEASURES.items() if measure.ratio == is_ratio)
+    measure = next(name for name, measure in MEASURES.items() if measure.is_ratio == is_ratio)
     claim = replace(row.claim, measure=measure, direction=direction, smallest=1.25 if is_ratio else 0.25)
     axis = diagnostics.draw_effects([replace(row, claim=claim)]).axes[0]
     upright = [line.get_xdata()[0] for line in axis.lines if list(line.get_ydata()) == [0, 1]]

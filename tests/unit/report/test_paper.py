@@ -48,7 +48,7 @@ def of_schedule(name: str, setting: str) -> dict[str, str]:
 def test_two_lines_of_a_figure_are_compared_where_both_are_known(other: str, expected: float) -> None:
     """Linear was not read at steps 145 and 150. Means of each line alone would cover different steps."""
     one, two = (of_schedule(name, reference.LAST_TENTH) for name in ("exponential", other))
-    source, difference = reference.paper_effect(one, two, ratio=False)
+    source, difference = reference.paper_effect(one, two, is_ratio=False)
     assert (round(difference, 3), source) == (expected, "Figure 9, +-0.006")
     read = reference.digitized("fig09_scheduler_3b")[["exponential", other]]
     table = read.interpolate("index", limit_area="inside").dropna()
@@ -61,8 +61,8 @@ def test_a_number_found_without_its_table_and_metric_has_its_source_and_is_a_fra
     with_aqn, without = ({**row, "method": method} for method in ("QeRL +AQN", "QeRL w/o AQN"))
     named = {"table": "Table 1", "metric": "accuracy"}
     expected = ("Table 1 3B", pytest.approx(0.004))
-    assert reference.paper_effect(with_aqn | named, without | named, ratio=False) == expected
-    assert reference.paper_effect(with_aqn, without, ratio=False) == expected
+    assert reference.paper_effect(with_aqn | named, without | named, is_ratio=False) == expected
+    assert reference.paper_effect(with_aqn, without, is_ratio=False) == expected
 
 
 # --- curves
