@@ -15,7 +15,7 @@ from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
 from qerl_lab.report.arms import differing_keys, keys_of_scales, scale_by_arm, task_of
-from qerl_lab.report.measures import shared_machines
+from qerl_lab.report.measures import any_shared_machine
 from qerl_lab.report.runs import ABSENT, Run
 from qerl_lab.report.stats import CHANGE, NO_SPREAD, SHARE, format_change, mean_of_arm
 from qerl_lab.report.table import NONE, Rows, seeds_cell
@@ -66,7 +66,7 @@ class Comparison:
     @property
     def alone(self) -> dict[str, list[Run]]:
         """Return the arms in which no run shared its machine, so that seconds and tokens/s are comparable."""
-        return {label: runs for label, runs in self.arms.items() if not shared_machines(runs)}
+        return {label: runs for label, runs in self.arms.items() if not any_shared_machine(runs)}
 
 
 def read(folders: Sequence[Path]) -> Comparison:

@@ -61,7 +61,7 @@ def count_right(runs: Sequence[Run]) -> tuple[pd.DataFrame, int]:
     return right.round(), samples
 
 
-def shared_machines(*sides: Sequence[Run]) -> bool:
+def any_shared_machine(*sides: Sequence[Run]) -> bool:
     """Tell whether any run shared its machine with another run, so that seconds and tokens/s cannot be compared."""
     return any(run.at_once > 1 for runs in sides for run in runs)
 
@@ -74,7 +74,7 @@ def _per_run(number: Callable[[Run], float], is_speed: bool = False) -> MeasureF
     """
 
     def measure_runs(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
-        if is_speed and shared_machines(runs, controls):
+        if is_speed and any_shared_machine(runs, controls):
             raise Unmeasured(f"{SHARED} (start them one after another; in a sweep type jobs=1 jobs_per_gpu=1)")
         try:
             values = pd.DataFrame({"run": {run.seed: float(number(run)) for run in runs}})
