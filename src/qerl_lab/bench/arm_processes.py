@@ -43,7 +43,7 @@ def prepare(options: AnyOptions) -> None:
     options, or if the directory `options.scratch` has too little free space.
     """
     jobs, scratch, architecture = read_jobs(options, ""), Path(options.scratch), ARCHITECTURES[options.model]
-    refuse_fewer_gpus(max((job.gpus for job in jobs), default=1), len(ranks.visible_gpus()))
+    refuse_fewer_gpus(max((job.gpus for job in jobs), default=1), len(ranks.gpus_of_torch()))
     checkpoints = {job.folder: job for job in jobs}.values()  # one job of each
     for job in checkpoints:
         if (weight_format := formats.build(job.format_config)).BLOCK is not None:
@@ -94,7 +94,7 @@ def run_processes(job: Job, folder: Path) -> Iterator[Row]:
     rows_file.touch()
     command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(job_file), str(rows_file), str(os.getpid())]
     # Show the process only its GPUs. It could not hide the others itself: its imports may initialize CUDA.
-    shown = {ranks.VISIBLE: ",".join(ranks.visible_gpus()[: job.gpus])}
+    shown = {ranks.VISIBLE: ",".join(ranks.gpus_of_torch()[: job.gpus])}
     minutes: float = job.options["timeout_minutes"]
     processes: list[subprocess.Popen[bytes]] = []
     codes: list[int | None] = [None]

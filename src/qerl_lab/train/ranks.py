@@ -114,7 +114,7 @@ def join(cfg: RunConfig, device: torch.device) -> Ranks:
     return Ranks(distributed.get_rank(), distributed.get_world_size())
 
 
-def visible_gpus() -> list[str]:
+def gpus_of_torch() -> list[str]:
     """Return the GPUs that torch sees, as CUDA_VISIBLE_DEVICES lists them, or their numbers from 0 if it is not set."""
     count, given = torch.cuda.device_count(), os.environ.get(VISIBLE)
     return given.split(",")[:count] if given else [str(index) for index in range(count)]
@@ -127,7 +127,7 @@ def hide_other_gpus(wanted: int) -> str | None:
     support. Call it before CUDA starts, because CUDA reads CUDA_VISIBLE_DEVICES only then. Raises ConfigError if
     `wanted` is more than 1 and torch sees fewer GPUs.
     """
-    names = visible_gpus()
+    names = gpus_of_torch()
     refuse_fewer_gpus(wanted, len(names))
     if len(names) <= wanted:
         return None
