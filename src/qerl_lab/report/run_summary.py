@@ -18,7 +18,7 @@ OF_FEW_RUNS = {"reward": "grading", "probe": "measuring noise"}  # phase that mo
 LEAST_SHARE = 0.05  # smallest share of the time at which such a phase is named
 
 
-def closing(result: dict[str, Any], steps: pd.DataFrame) -> str:
+def closing_table(result: dict[str, Any], steps: pd.DataFrame) -> str:
     """Format the table that a run prints at its end.
 
     `result` comes from `runs.summarize`, and `steps`, the metrics of each step, from `runs.read_steps`.

@@ -348,7 +348,9 @@ def conclude(session: Session, tracker: Tracker) -> None:
     directory.finish(result)
     if cfg.checkpoint.keep == 0:
         shutil.rmtree(directory.checkpoints, ignore_errors=True)  # the run stays done, whatever remains
-    print(f"\n{run_summary.closing(result, steps)}\n\n{run_summary.location(directory.path, tracker.is_mirrored)}")
+    print(
+        f"\n{run_summary.closing_table(result, steps)}\n\n{run_summary.location(directory.path, tracker.is_mirrored)}"
+    )
     print(run_summary.next_steps(directory.path), flush=True)
 
 

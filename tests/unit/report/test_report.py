@@ -79,7 +79,7 @@ def test_a_summary_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run
     result = summary_of(run_dir, seconds=1.0)
     assert "accuracy_gain" not in result
     assert result["memory_gpu_peak_gib"] == 3.5
-    text = run_summary.closing(result, runs.read_steps(RunDirectory(run_dir)))
+    text = run_summary.closing_table(result, runs.read_steps(RunDirectory(run_dir)))
     assert "held-out" not in text
     assert "3.50 GiB on the GPU" in text
 
@@ -98,7 +98,7 @@ def test_speeds_are_tokens_over_seconds_of_all_steps_and_memory_is_the_largest(t
 
 
 def test_the_closing_table_has_the_numbers_of_the_summary(run_dir: Path) -> None:
-    text = run_summary.closing(summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir)))
+    text = run_summary.closing_table(summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir)))
     for part in (
         "0.438 -> 0.688", "+0.250 [-0.209, +0.709], 4 questions", "50", "200",
         "0.075 -> 0.975 (first and last tenth of the steps)", "0.385 -> 0.205 nats (likewise)",
@@ -111,14 +111,14 @@ def test_the_closing_table_has_the_numbers_of_the_summary(run_dir: Path) -> None
     RunDirectory(run_dir).write_evaluations(
         {phase: rows.assign(truncated=[0.5, 0.0, 0.0, 0.0]) for phase, rows in phases.items()}
     )
-    told = run_summary.closing(summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir)))
+    told = run_summary.closing_table(summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir)))
     assert "cut at the token limit  12.5% -> 12.5% of the answers" in told
 
 
 def test_the_closing_table_names_the_time_of_a_slow_grader(run_dir: Path) -> None:
     result, steps = summary_of(run_dir, seconds=47.0), runs.read_steps(RunDirectory(run_dir))
     slow = steps.assign(**{"seconds/reward": 0.17 * steps["step/seconds"], "seconds/probe": 0.01})
-    text = run_summary.closing(result, slow)
+    text = run_summary.closing_table(result, slow)
     assert "25% rollout, 50% train, 5% sync, 17% grading; 47 s in all" in text
 
 
@@ -127,7 +127,7 @@ def test_a_run_of_one_step_shows_one_number(tmp_path: Path, run_dir: Path) -> No
     result = summary_of(run_dir, seconds=47.0) | {
         "steps": 1, "reward_first": 0.119, "reward_last": 0.119, "entropy_first": 0.25, "entropy_last": 0.25,
     }  # fmt: skip
-    text = run_summary.closing(result, runs.read_steps(RunDirectory(run_dir))).splitlines()
+    text = run_summary.closing_table(result, runs.read_steps(RunDirectory(run_dir))).splitlines()
     assert [line.split() for line in text if "reward" in line] == [["reward", "0.119"]]
     assert [line.split()[2:] for line in text if "entropy" in line] == [["0.250", "nats"]]
     assert any("0.438 -> 0.688" in line for line in text)  # accuracy was measured twice

@@ -142,7 +142,7 @@ def plain(text: str) -> str:
     text = _TYPESET_NUMBER.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     for pattern, replacement in _COMPILED_REPLACEMENTS:
         text = pattern.sub(replacement, text)
-    while (found := _BOXED.search(text)) and (end := closing(text, found.end())) >= 0:
+    while (found := _BOXED.search(text)) and (end := closing_brace(text, found.end())) >= 0:
         rest = text[end + 1 :]
         comma = "," if _BOXED.match(rest.lstrip()) else ""  # two boxes are two answers, and no product
         text = f"{text[: found.start()]} {text[found.end() + 1 : end]}{comma} {rest}"
@@ -155,7 +155,7 @@ def compact(text: str) -> str:
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
-def closing(text: str, start: int) -> int:
+def closing_brace(text: str, start: int) -> int:
     """Return the index of the `}` that closes the `{` at index `start`; -1 if there is none."""
     depth = 0
     for found in re.compile(r"\\.|[{}]").finditer(text, start):
@@ -178,7 +178,7 @@ def _without_wrapping(text: str) -> str:
             if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
                 text = text[len(mark) : -len(mark)]
         for opening in (r"\text{", "{"):
-            if text.startswith(opening) and closing(text, len(opening) - 1) == len(text) - 1:
+            if text.startswith(opening) and closing_brace(text, len(opening) - 1) == len(text) - 1:
                 text = text[len(opening) : -1]
     return text
 
