@@ -144,7 +144,7 @@ def collect(
                     f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
                 )
             with clock.phase("reward", on_device=False):
-                drawn += grade(cfg, task, policy, questions_P, rollout)
+                drawn += grade_rollout(cfg, task, policy, questions_P, rollout)
             rollouts.append(rollout)
         kept = ~groups.is_flat(np.array([group.task_reward_G for group in drawn]))
         missing = wanted - int(kept.sum())
@@ -181,7 +181,9 @@ def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sam
     return Sampling(cfg.rollout.max_completion_tokens, seed=seed, temperature=cfg.rollout.temperature)
 
 
-def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
+def grade_rollout(
+    cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout
+) -> list[Group]:
     """Grade a rollout of `questions_P`, with the overlong punishment if configured; return one group per question."""
     texts_P_G = []
     for prompt_ids, completions_G in zip(rollout.prompt_ids_P, rollout.completions_P_G, strict=True):
