@@ -127,7 +127,7 @@ def test_a_shared_layer_gives_the_same_bits_and_has_no_weight_of_its_own(
         held = layer.held()
         assert {held[key].untyped_storage().data_ptr() for key in parts} <= storages(engine)
         assert form is in_tiles or sum(tensor.nbytes for tensor in layer.buffers()) == layer.packed_bytes()
-    assert one_copy.shared_bytes(policy) == size  # a part of a fused layer counts its part of the tensor
+    assert one_copy.bytes_shared_with_vllm(policy) == size  # a part of a fused layer counts its part of the tensor
 
 
 @pytest.mark.parametrize(("form", "scale", "kept"), [(in_marlin, 7, True), (in_tiles, 7, False), (in_tiles, 0, True)])
@@ -264,7 +264,7 @@ def test_an_engine_and_a_second_one_after_it_share_the_base(policy: Policy, cfg:
     cfg.rollout.vllm.share_base = True
     engine = engine_module.VllmEngine(policy, cfg)
     assert all(layer.engine_layout for layer in packed_layers(policy.base).values())
-    size = one_copy.shared_bytes(policy)
+    size = one_copy.bytes_shared_with_vllm(policy)
     assert alone - engine.memory_bytes()["vLLM's weights"] == size > 0
     engine.close()
     again = engine_module.VllmEngine(policy, cfg)

@@ -64,7 +64,7 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
     return [name for vllm_layer, parts in fused for name in _share_layer(vllm_layer, parts)]
 
 
-def shared_bytes(policy: Policy) -> int:
+def bytes_shared_with_vllm(policy: Policy) -> int:
     """Return the bytes of the tensors that the policy shares with vLLM."""
     return sum(layer.packed_bytes() for layer in packed_layers(policy.base).values() if layer.engine_layout is not None)
 

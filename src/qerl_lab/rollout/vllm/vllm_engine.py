@@ -166,7 +166,7 @@ class VllmEngine(Engine):
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""
         weights = total_bytes(self.model)  # including the copy for `dense_rows`
-        weights -= one_copy.shared_bytes(self.policy)
+        weights -= one_copy.bytes_shared_with_vllm(self.policy)
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
         return {"vLLM's weights": weights, "vLLM's key-value cache": cache}
 
