@@ -32,7 +32,9 @@ def format_number(value: float) -> str:
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def mean_and_interval(interval: stats.Interval, spell: Spell = format_number, spell_end: Spell = format_number) -> str:
+def format_mean_and_interval(
+    interval: stats.Interval, spell: Spell = format_number, spell_end: Spell = format_number
+) -> str:
     """Format (mean, low, high) as `mean [low, high]`; with an infinite end as `>= mean [low, no bound]`.
 
     With nan for low it is `mean` alone, and with nan for the mean too a dash. `spell` formats the mean, `spell_end`
@@ -55,7 +57,7 @@ def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY, spell: S
 
     The interval is cut to `bounds`. `spell` formats the mean and each end.
     """
-    text = mean_and_interval(stats.mean_of_arm(values, bounds), spell, spell)
+    text = format_mean_and_interval(stats.mean_of_arm(values, bounds), spell, spell)
     return text if text == NONE else f"{text} ({len(values.dropna(how='all'))})"
 
 
@@ -65,7 +67,7 @@ def geometric_cell(values_S: pd.Series, spell: Spell = format_number, spell_end:
     The interval is computed on logarithms. `spell` formats the mean, `spell_end` each end.
     """
     mean, low, high = np.exp(stats.mean_of_arm(np.log(values_S.to_frame()), ANY))
-    text = mean_and_interval((mean, low, high), spell, spell_end)
+    text = format_mean_and_interval((mean, low, high), spell, spell_end)
     return text if text == NONE else f"{text} ({len(values_S)})"
 
 

@@ -11,7 +11,7 @@ from qerl_lab.report.arms import format_setting
 from qerl_lab.report.claims import Claim, of_paper
 from qerl_lab.report.comparison import Comparison, accuracy_rows, list_left_out, notes
 from qerl_lab.report.measures import FALLEN, MEASURES
-from qerl_lab.report.table import ANY, NONE, format_number, mean_and_interval
+from qerl_lab.report.table import ANY, NONE, format_mean_and_interval, format_number
 from qerl_lab.report.verdicts import LEVEL, Row, family_sizes
 from qerl_lab.system.terminal import columns
 
@@ -178,7 +178,7 @@ def measured_cells(row: Row) -> dict[str, str]:
     if measure.is_change:
         bounds, spell = stats.CHANGE, stats.format_change
     for side, interval in (("treated", numbers.treated), ("control", numbers.control)):
-        text = mean_and_interval(stats.clip_interval(interval, *bounds), spell, spell)
+        text = format_mean_and_interval(stats.clip_interval(interval, *bounds), spell, spell)
         cells[side] = f"{text} ({numbers.seeds})"
     cells["effect"] = effect_cell(row)
     if row.judged:
@@ -192,7 +192,7 @@ def effect_cell(row: Row) -> str:
     if row.numbers is None:
         return NONE
     spell_end = "{:.2f}".format if row.claim.is_ratio else stats.format_change
-    return mean_and_interval(row.numbers.effect, row.claim.spell, spell_end)
+    return format_mean_and_interval(row.numbers.effect, row.claim.spell, spell_end)
 
 
 def paper_cell(row: Row) -> str:

@@ -12,7 +12,7 @@ import pytest
 from qerl_lab.report import comparison, stats
 from qerl_lab.report.arm_tables import ENTROPIES, tables
 from qerl_lab.report.palette import format_tick
-from qerl_lab.report.table import Table, format_number, in_words, mean_and_interval, seeds_cell
+from qerl_lab.report.table import Table, format_mean_and_interval, format_number, in_words, seeds_cell
 from run_directories import make_run
 
 AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
@@ -188,7 +188,7 @@ def test_without_shared_seeds_or_a_baseline_no_speed_is_a_ratio(tmp_path: Path, 
 
 
 def test_a_cell_says_which_end_has_no_bound_and_how_many_seeds_count() -> None:
-    spelled = [mean_and_interval((2, *ends)) for ends in ((1, math.inf), (-math.inf, 3), (-math.inf, math.inf))]
+    spelled = [format_mean_and_interval((2, *ends)) for ends in ((1, math.inf), (-math.inf, 3), (-math.inf, math.inf))]
     assert spelled == [">= 2.000 [1.000, no bound]", "<= 2.000 [no bound, 3.000]", "2.000 [no bound, no bound]"]
     assert seeds_cell(pd.DataFrame([[math.nan], [0.5]])) == "0.500 (1)"
 
