@@ -116,7 +116,7 @@ def _check_override(override: Override) -> None:
     if not name:
         raise unreadable_override_error(line, {})
     if name == "resume":  # the main command reads it before this check
-        raise ConfigError(f"{line} continues a run, and here the words of a new run are needed. Leave resume out.")
+        raise ConfigError(f"{line} continues a run, and here the overrides of a new run are needed. Leave resume out.")
     if override.package is not None:
         raise ConfigError(f"{line} would put an option where no run reads it. Type {name}=VALUE.")
     if override.is_delete():

@@ -1,4 +1,4 @@
-"""Search values of numeric keys: `python -m qerl_lab.tools.search out=DIR WORDS OF A RUN KEY=LOW..HIGH ...`.
+"""Search values of numeric keys: `python -m qerl_lab.tools.search out=DIR OVERRIDES KEY=LOW..HIGH ...`.
 
 The search is an Optuna study in OUT. Each trial is a sweep of the main command over the search's seeds. The same
 command continues after a stop, first with the unfinished trial. A proposal depends only on the trial's number and on
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FIRST_SEED = 100  # lower seeds are kept for the reported sweeps
 HOW_IT_RUNS = (*OF_SWEEPS, "cpu_threads")  # keys that may change between two commands
 TABLE = "table.txt"
-ASKED = "asked"  # attribute of the study: the words that it was begun with
+ASKED = "asked"  # attribute of the study: the overrides that it was begun with
 CODES = "codes"  # attribute of the study: each `code_hash` that its trials ran with, oldest first
 SET_BY_SEARCH = {"seed": "seeds=[100,101]", "run_dir": "out=DIR", "hydra.sweep.dir": "out=DIR"}  # key -> what to type
 OTHER_CODE = (
@@ -70,45 +70,45 @@ def is_own(word: str) -> bool:
     return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchOptions)), *HELP)
 
 
-def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ranges]:
+def read_space(overrides: list[str], options: SearchOptions) -> tuple[list[str], Ranges]:
     """Split overrides (`key=value`) into those that all trials share, and the ranges KEY=LOW..HIGH to search.
 
-    Adds eval.questions=0 to the shared overrides if the objective is the reward, unless `words` set it. Plans a trial
-    with the lowest values, without starting it. Raises ConfigError if this plan is refused or has several runs per
-    seed, if a range is wrong, if no range or no seed is given, or if `words` set what the search sets.
+    Adds eval.questions=0 to the shared overrides if the objective is the reward, unless `overrides` set it. Plans a
+    trial with the lowest values, without starting it. Raises ConfigError if this plan is refused or has several runs
+    per seed, if a range is wrong, if no range or no seed is given, or if `overrides` set what the search sets.
     """
     shared, ranges, lowest = list[str](), Ranges(), list[str]()
     if not options.seeds:
         raise ConfigError("seeds=[] is empty; allowed: one seed or more. Type for example seeds=[100,101].")
-    for word in words:
-        key, _, value = word.partition("=")
+    for override in overrides:
+        key, _, value = override.partition("=")
         if instead := SET_BY_SEARCH.get(key.lstrip("+")):
-            raise ConfigError(f"{word}: a search sets {key.lstrip('+')} of its runs. Type {instead}.")
+            raise ConfigError(f"{override}: a search sets {key.lstrip('+')} of its runs. Type {instead}.")
         if "..." in value and _read_range(value):  # one dot too many would make .1e-2 of 1e-2
-            raise ConfigError(f"{word} has three dots. Type {key}={value.replace('...', '..')}.")
+            raise ConfigError(f"{override} has three dots. Type {key}={value.replace('...', '..')}.")
         if (ends := _read_range(value)) is None:
-            shared.append(word)
+            shared.append(override)
             continue
         field = field_of_key(key)
         if field.type not in (float, float | None):
             raise ConfigError(
-                f"{word}: a search proposes fractions, and {key} takes none. "
+                f"{override}: a search proposes fractions, and {key} takes none. "
                 f"Type python -m qerl_lab -m {key}=A,B,C to compare some values."
             )
         if not 0 < ends[0] < ends[1] < math.inf:
-            raise ConfigError(f"{word} is not allowed; allowed: 0 < LOW < HIGH. Type {key}=LOW..HIGH.")
+            raise ConfigError(f"{override} is not allowed; allowed: 0 < LOW < HIGH. Type {key}=LOW..HIGH.")
         for end in ends:  # as a run would get it: 0.9999 rounds to 1
             check_bounds(key, field.metadata, float(f"{end:.3g}"))
         ranges[key] = ends
         lowest.append(f"{key}={ends[0]:.3g}")
     if not ranges:
-        raise ConfigError("no word has a range. Type for example optim.learning_rate=1e-4..1e-2.")
+        raise ConfigError("no override has a range. Type for example optim.learning_rate=1e-4..1e-2.")
     if options.objective == "reward" and not any(word.startswith("eval.questions=") for word in shared):
         shared.append("eval.questions=0")
     jobs = make_plan([*shared, *lowest, options.seed_override], multirun=True).jobs
     if len(jobs) > len(options.seeds):
         raise ConfigError(
-            f"the words make {len(jobs)} runs for {len(options.seeds)} seeds; a search takes one arm. "
+            f"the overrides make {len(jobs)} runs for {len(options.seeds)} seeds; a search takes one arm. "
             "Type one value for each key, and one search for each arm."
         )
     if any(job.config.dry_run for job in jobs):
@@ -127,13 +127,13 @@ def _read_range(value: str) -> tuple[float, float] | None:
         return None
 
 
-def search(options: SearchOptions, words: list[str]) -> None:
+def search(options: SearchOptions, overrides: list[str]) -> None:
     """Run trials until the study has `options.trials`; print the results, and the command to report the best.
 
-    Raises ConfigError for wrong options or words, if `options.out` holds another search or if Optuna is missing;
+    Raises ConfigError for wrong options or overrides, if `options.out` holds another search or if Optuna is missing;
     ValueError if every trial failed; KeyboardInterrupt after a stop.
     """
-    shared, ranges = read_space(words, options)
+    shared, ranges = read_space(overrides, options)
     require_package("a search", "optuna", "pip install 'qerl-lab[search]'")
     make_directory(options.folder, f"out={options.out}")
     import optuna
@@ -151,8 +151,8 @@ def search(options: SearchOptions, words: list[str]) -> None:
     before = study.user_attrs.get(ASKED, asked)
     if before != asked:
         raise ConfigError(
-            f"out={options.out} holds a search with other words: it began with {before}, and {asked} was given. "
-            "Type another out, or the words that the search began with."
+            f"out={options.out} holds a search with other overrides: it began with {before}, and {asked} was given. "
+            "Type another out, or the overrides that the search began with."
         )
     study.set_user_attr(ASKED, asked)
     if sum(trial.state.is_finished() for trial in study.trials) < options.trials:
@@ -167,8 +167,8 @@ def search(options: SearchOptions, words: list[str]) -> None:
             raise KeyboardInterrupt("the same command continues this trial")
         if code == exits.USAGE:
             raise ConfigError(
-                f"the runs of trial {trial.number} were refused. Correct the words as the message above says, and type "
-                "another out."
+                f"the runs of trial {trial.number} were refused. Correct the overrides as the message above "
+                "says, and type another out."
             )
         value = _mean_over_runs(options.trial_folder(trial), options)
         study.tell(trial.number, value, TrialState.FAIL if value is None else None)
@@ -249,14 +249,14 @@ EXAMPLES = (
 
 
 @exits.command
-def main(words: list[str]) -> int:
-    """Split `words` into options of the search and overrides of its runs; run the search; return the exit code."""
-    own = [word for word in words if is_own(word)]
-    if words and not own:
+def main(arguments: list[str]) -> int:
+    """Split `arguments` into options of the search and overrides of its runs; run the search; return the exit code."""
+    own = [word for word in arguments if is_own(word)]
+    if arguments and not own:
         own = ["out="]  # then the error names `out` as missing; the manual is only for an empty command
-    work = partial(search, words=[word for word in words if not is_own(word)])
+    work = partial(search, overrides=[word for word in arguments if not is_own(word)])
     about = "Search values of numeric keys: an Optuna study of short sweeps of the main command"
-    usage = f"{LINE} WORDS OF THE MAIN COMMAND ... KEY=LOW..HIGH ..."
+    usage = f"{LINE} OVERRIDES ... KEY=LOW..HIGH ..."
     return Command(usage, about, SearchOptions, work, examples=EXAMPLES, required=("out",), alone=True).run(own)
 
 

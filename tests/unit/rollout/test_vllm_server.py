@@ -471,9 +471,9 @@ def test_the_command_prints_the_lines_that_start_the_server_of_a_run(capsys: pyt
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ("rollout=vllm_server +sweeps=lora_rank lora=rank16 seed=0,1", "make several runs, and a server serves one run."),
-    ("rollout=vllm_server seed=0,1", "make several runs, and a server serves one run. Type one value for each key."),
-    ("rollout=vllm_server resume=x", "resume=x continues a run, and here the words of a new run are needed."),
+    ("rollout=vllm_server +sweeps=lora_rank lora=rank16 seed=0,1", "make several runs, and a server serves one."),
+    ("rollout=vllm_server seed=0,1", "make several runs, and a server serves one. Type one value for each key."),
+    ("rollout=vllm_server resume=x", "resume=x continues a run, and here the overrides of a new run are needed."),
     ("rollout=transformers", "rollout.engine=transformers has no server. Type rollout=vllm_server."),
     ("rollout=vllm_server seed=x", "seed=x is not allowed; allowed: a whole number"),
 ])  # fmt: skip

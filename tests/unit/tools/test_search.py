@@ -161,7 +161,7 @@ def test_the_directory_is_quoted_for_hydra(tmp_path: Path) -> None:
 def test_only_words_about_launching_may_change_in_a_search(tmp_path: Path) -> None:
     search(tmp_path, Lab(), "+experiment=nvfp4_aqn", "jobs=2", trials=1)
     search(tmp_path, Lab(), "+experiment=nvfp4_aqn", "jobs=1", "launcher=ray", trials=2)
-    with pytest.raises(ConfigError, match="holds a search with other words"):
+    with pytest.raises(ConfigError, match="holds a search with other overrides"):
         search(tmp_path, Lab(), "+experiment=bf16_aqn")
     with pytest.raises(ConfigError, match=r"seeds=\[100\]"):
         search(tmp_path, Lab(), seeds=[100])
@@ -187,7 +187,7 @@ def test_a_search_for_accuracy_needs_questions() -> None:
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["steps=3"], "no word has a range"),
+    (["steps=3"], "no override has a range"),
     (["seed=1", *RANGES], r"seed=1: a search sets seed of its runs\. Type seeds="),
     (["run_dir=x", *RANGES], r"a search sets run_dir of its runs\. Type out=DIR"),
     (["hydra.sweep.dir=x", *RANGES], r"a search sets hydra\.sweep\.dir of its runs\. Type out=DIR"),

@@ -11,7 +11,7 @@ from qerl_lab.rollout.engine import EngineFailed
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
 PAUSE_SECONDS, CONNECT_SECONDS, ANSWER_SECONDS = 0.5, 10.0, 120.0
-ADVICE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
+ADVICE = "Type python -m qerl_lab.tools.serve_line and the overrides of this run for the command that starts it right."
 AWAY_STATUSES = (502, 503, 504)  # HTTP statuses of a proxy, or of a server that shuts down
 
 
