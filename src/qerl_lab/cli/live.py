@@ -15,17 +15,17 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import LINES, columns, estimate_time_left
 
 REDRAW_SECONDS = 1.0
-HEAD = ["job", "step", "reward", "ETA", "words"]
+HEAD = ["job", "step", "reward", "ETA", "overrides"]
 
 
 class JobProgress:
     """Progress of one job of a sweep, read from the record of its run.
 
-    `words` are the overrides in which the job differs from the others. Damaged lines are ignored: the run reports them.
+    `overrides` are those in which the job differs from the others. Damaged lines are ignored: the run reports them.
     """
 
-    def __init__(self, job: Job, words: str) -> None:
-        self.number, self.steps, self.words = job.number, job.config.steps, words
+    def __init__(self, job: Job, overrides: str) -> None:
+        self.number, self.steps, self.overrides = job.number, job.config.steps, overrides
         self.run, self.is_running = RunDirectory(job.run_dir), False
         # A job that an earlier command began is running once it has one more session. A new job is running as soon as
         # it leaves the queue, even before its first session: so -1.
@@ -67,8 +67,8 @@ class SweepProgress:
     """
 
     def __init__(self, jobs: list[Job], left: Sequence[Job], stop_file: Path) -> None:
-        words = {job.number: " ".join(own) for job, own in zip(jobs, split_overrides(jobs)[1], strict=True)}
-        self._left = {job.number: JobProgress(job, words[job.number]) for job in left}
+        overrides = {job.number: " ".join(own) for job, own in zip(jobs, split_overrides(jobs)[1], strict=True)}
+        self._left = {job.number: JobProgress(job, overrides[job.number]) for job in left}
         self._all, self._started = list(self._left.values()), time.monotonic()
         self._ended, self._count = Counter({"done": len(jobs) - len(left)}), len(jobs)
         self._stop_file, self._is_stopped = stop_file, False
@@ -86,7 +86,7 @@ class SweepProgress:
             job.refresh()
         running = [job for job in self._left.values() if job.is_running]
         if sys.stderr.isatty():
-            rows = [[str(job.number), f"{job.step}/{job.steps}", job.reward, job.eta, job.words] for job in running]
+            rows = [[str(job.number), f"{job.step}/{job.steps}", job.reward, job.eta, job.overrides] for job in running]
             self._draw_table([*(columns([HEAD, *rows]).splitlines() if rows else []), self._summary()])
             return
         for job in running:
@@ -95,7 +95,9 @@ class SweepProgress:
                 job.printed_tenth = tenth
                 progress = f"step {job.step}/{job.steps}, ETA {job.eta}, reward {job.reward}"
                 print(
-                    f"job {job.number}: {progress if tenth else f'running, {job.words}'}", file=sys.stderr, flush=True
+                    f"job {job.number}: {progress if tenth else f'running, {job.overrides}'}",
+                    file=sys.stderr,
+                    flush=True,
                 )
 
     def end_job(self, job: Job, message: str) -> None:
@@ -111,7 +113,7 @@ class SweepProgress:
         if status == "not run" and not message:  # the sweep stopped before this job began
             return
         reward = f", reward {progress.reward}" if progress.reward != "-" else ""
-        line = f"job {job.number}: {status}{reward}, {progress.words} ({self._summary()})"
+        line = f"job {job.number}: {status}{reward}, {progress.overrides} ({self._summary()})"
         print("\n".join(filter(None, (line, message))), file=sys.stderr, flush=True)
 
     def is_running(self, job: Job) -> bool:

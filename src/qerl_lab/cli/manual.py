@@ -92,15 +92,15 @@ def _format_options(group: str, default: str | None = None) -> list[str]:
 
 def dry_run_table(plan: Plan) -> str:
     """Format the table of a dry run: the jobs of a command, one per line, with the overrides in which they differ."""
-    rows, words_of_jobs = [], split_overrides(plan.jobs)[1] if plan.multirun else [[]]
+    rows, overrides_of_jobs = [], split_overrides(plan.jobs)[1] if plan.multirun else [[]]
     not_repeated = ("experiment", "seed", "dry_run")  # keys that the text shows elsewhere
-    for job, words in zip(plan.jobs, words_of_jobs, strict=True):
+    for job, overrides in zip(plan.jobs, overrides_of_jobs, strict=True):
         cfg = job.config
         rows.append({
             "job": job.number, "experiment": cfg.experiment, "scale": cfg.scale, "model": cfg.model.name,
             "format": cfg.format.name, "aqn": cfg.aqn.schedule, "algorithm": cfg.algorithm.name, "rank": cfg.lora.rank,
             "seed": cfg.seed, "steps": cfg.steps, "batch": cfg.completions_per_step,
-            "overrides": " ".join(word for word in words if word.lstrip("+").partition("=")[0] not in not_repeated),
+            "overrides": " ".join(word for word in overrides if word.lstrip("+").partition("=")[0] not in not_repeated),
             "run directory": job.run_dir.relative_to(plan.directory) if plan.multirun else format_path(job.run_dir),
         })  # fmt: skip
     shown = [name for name in rows[0] if name != "overrides" or any(row[name] for row in rows)]
@@ -142,11 +142,11 @@ def sweep_table(plan: Plan) -> str:
     """
     runs = [RunDirectory(job.run_dir) for job in plan.jobs]
     statuses = [run.status for run in runs]
-    shared, words_of_jobs = split_overrides(plan.jobs)
+    shared, overrides_of_jobs = split_overrides(plan.jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
-    for job, words, run, status in zip(plan.jobs, words_of_jobs, runs, statuses, strict=True):
+    for job, overrides, run, status in zip(plan.jobs, overrides_of_jobs, runs, statuses, strict=True):
         where = str(job.run_dir.relative_to(plan.directory))
-        rows.append([str(job.number), " ".join(words), status, *_headline_cells(run.result()), where])
+        rows.append([str(job.number), " ".join(overrides), status, *_headline_cells(run.result()), where])
     header, *body = columns(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
     for run, status, line in zip(runs, statuses, body, strict=True):

@@ -155,7 +155,7 @@ def plan(options: PlanOptions) -> None:
             break
         spent += needed
         print(f"# {planned.key}, {described}:")
-        words = queue_file.join_overrides(options.part_of_gpu, planned.words)
+        words = queue_file.join_overrides(options.part_of_gpu, planned.overrides)
         print(f"python -m qerl_lab {shlex.join(words)}")
     if spent:
         usual = vars(PlanOptions(options.queue))
@@ -297,7 +297,7 @@ class Machine:
             words = [f"resume={run.path}", f"jobs_per_gpu={self.options.jobs}"]  # the run may have begun beside others
             if not run.is_claimed:
                 here = split_words(self.options.here, f"here={self.options.here}")
-                words = queue_file.join_overrides(here, self.options.part_of_gpu, planned.words)
+                words = queue_file.join_overrides(here, self.options.part_of_gpu, planned.overrides)
                 words.append(f"run_dir={run.path}")
             code = self._call(planned, ["-m", "qerl_lab", *words], visible)
             if code == USAGE and not run.is_claimed:
@@ -407,7 +407,7 @@ class Machine:
             "commit": self.options.commit or where.get("git_sha", "unknown"),
             "preregistration": self.queue.preregistration_hash(),
             "adapter_sha256": " ".join(map(sha256, sorted(trained))),  # with lora=full of the model
-            "evaluations": f"{evaluated} of {len(planned.after)}", "words": shlex.join(planned.words),
+            "evaluations": f"{evaluated} of {len(planned.after)}", "words": shlex.join(planned.overrides),
         }  # fmt: skip
         replace_file(run.path / ROW, json.dumps(row, indent=1).encode())
         shutil.copy(self.console_file(planned), run.path / "queue.txt")

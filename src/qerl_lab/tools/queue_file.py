@@ -74,14 +74,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run that the queue plans. `key` is its name on every machine; `words` are its overrides for the main command.
+    """A run that the queue plans. `key` is its name on every machine; `overrides` are for the main command.
 
     `parts` are the parts of the queue that list it, in the order of the file: all of them preregistered, or none.
     """
 
     key: str
     parts: Sequence[Part]
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     config: RunConfig
 
     @property
@@ -326,9 +326,9 @@ def _compose(*overrides: str) -> Sequence[Job]:
     return make_plan(overrides, multirun=True).jobs
 
 
-def join_overrides(*words: Sequence[str]) -> list[str]:
+def join_overrides(*overrides: Sequence[str]) -> list[str]:
     """Join lists of command-line overrides (`key=value`), keeping the last override for each key."""
-    return list({word.lstrip("+").partition("=")[0]: word for word in itertools.chain(*words)}.values())
+    return list({word.lstrip("+").partition("=")[0]: word for word in itertools.chain(*overrides)}.values())
 
 
 def key_of(config: RunConfig) -> str:

@@ -58,7 +58,7 @@ def test_runs_are_ordered_by_part_and_seed_and_listed_once(queue: Queue) -> None
         ("formats", "bf16", 1, 1e-3), ("formats", "nvfp4", 1, 1e-3),
         ("rates", "bf16", 0, 1e-2), ("rates", "bf16", 1, 1e-2),
     ]  # fmt: skip
-    assert all(f"seed={one.config.seed}" in one.words for one in queue.runs)
+    assert all(f"seed={one.config.seed}" in one.overrides for one in queue.runs)
 
 
 SHARED = """
@@ -100,7 +100,7 @@ def test_a_line_that_several_parts_list_is_composed_once_for_all_their_seeds(
     (tmp_path / "queue.yaml").write_text(SHARED.replace("scale=pocket", "scale=pocket, steps=17"))
     runs = queue_file.read(tmp_path / "queue.yaml").runs
     assert grids == ["scale=pocket steps=17 +experiment=bf16 seed=0"]
-    assert [(one.config.seed, one.words[-1]) for one in runs] == [(seed, f"seed={seed}") for seed in range(3)]
+    assert [(one.config.seed, one.overrides[-1]) for one in runs] == [(seed, f"seed={seed}") for seed in range(3)]
 
 
 def test_a_run_of_a_pilot_and_of_a_preregistered_part_is_refused(tmp_path: Path) -> None:
