@@ -207,11 +207,12 @@ def child_command(run_dir: Path) -> list[str]:
 def _run_processes(
     run: RunDirectory, environments: list[dict[str, str]], lock: TextIO, sweep_job: SweepJob | None
 ) -> tuple[int, int]:
-    """Run one process per environment, in order of rank. Return exit status and rank of the first process that failed.
+    """Run one process per environment, in order of rank. Return exit code and rank of the first process that failed.
 
-    If none failed, the rank is 0. A negative status is a signal number, -SIGINT after an abort. Each process inherits
-    `lock`, the lock of the run's directory. Signals to this process and the stop file of `sweep_job` stop the processes
-    (see `_wait_for_all`). A terminal sends SIGINT and SIGHUP to the processes too, which ignore repeated signals.
+    If none failed, the rank is 0. A negative exit code is a signal number, -SIGINT after an abort. Each process
+    inherits `lock`, the lock of the run's directory. Signals to this process and the stop file of `sweep_job` stop the
+    processes (see `_wait_for_all`). A terminal sends SIGINT and SIGHUP to the processes too, which ignore repeated
+    signals.
     """
     children: list[subprocess.Popen[bytes]] = []
     request = StopRequest(sweep_job.stop_file if sweep_job else None)
@@ -266,7 +267,7 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest)
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank of the ended process that probably failed first, judged by exit status; None if none failed.
+    """Return the rank of the ended process that probably failed first, judged by exit code; None if none failed.
 
     A process that was killed by a signal comes before a process that exited with an error, because the loss of one rank
     makes the others exit with errors. Of several signals the lowest number comes first, of several exit codes the

@@ -178,9 +178,9 @@ class RunDirectory:
     def settle(self, ended_with: int, rank: str = "") -> int:
         """Return the exit code of the ended run: 0, 1, 2 or 130. Write FAILED if the run failed without writing it.
 
-        `ended_with` is the exit status of the process, or minus the number of the signal that killed it. With several
-        processes it is the status of the first failed process, and `rank` names this process, e.g. "rank 1 of 2". If a
-        signal killed it, its reason replaces FAILED of other ranks, which failed only as a consequence. An
+        `ended_with` is the exit code of the process, or minus the number of the signal that killed it. With several
+        processes it is the exit code of the first failed process, and `rank` names this process, e.g. "rank 1 of 2". If
+        a signal killed it, its reason replaces FAILED of other ranks, which failed only as a consequence. An
         interruption deletes FAILED.
         """
         if self.status == "done":

@@ -4,8 +4,8 @@
 
 RUN_DIR must contain `resolved.yaml`. `python -m qerl_lab` writes that file, locks it, and starts this process, passing
 its process id as PARENT. On success this process writes DONE (the summary as JSON). On an error it writes FAILED (the
-reason, then the traceback) and exits with status 2 for a configuration that cannot run, 1 for any other error. After
-SIGINT, SIGTERM, SIGHUP or the death of PARENT it writes neither and exits with status 130.
+reason, then the traceback) and exits with code 2 for a configuration that cannot run, 1 for any other error. After
+SIGINT, SIGTERM, SIGHUP or the death of PARENT it writes neither and exits with code 130.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from qerl_lab.train.stop import Diverged, Stop
 
 
 def main(directory: RunDirectory, parent: int) -> int:
-    """Train the run in `directory`; return the exit status: 0 done, 130 interrupted, 2 for a ConfigError, else 1.
+    """Train the run in `directory`; return the exit code: 0 done, 130 interrupted, 2 for a ConfigError, else 1.
 
     Writes FAILED on an error. `parent` is the id of the process that started this one: the run stops when it dies.
     """

@@ -80,7 +80,7 @@ class Session:
 
 
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
-    """Do a whole run: build, evaluate, train, evaluate, record. Return the exit status: 0 done, 130 interrupted.
+    """Do a whole run: build, evaluate, train, evaluate, record. Return the exit code: 0 done, 130 interrupted.
 
     Raises ConfigError if the run cannot start. Raises EngineFailed if the engine fails; the message has the command
     that resumes the run. Raises OutOfMemoryError if memory runs out; the message says what holds it.

@@ -41,13 +41,13 @@ class Stop:
         stop = cls(parent=parent)
 
         def request_stop(*_: object) -> None:
-            """Handle a signal: exit with status 130 if there is nothing to save, else ask the run to stop."""
+            """Handle a signal: exit with code 130 if there is nothing to save, else ask the run to stop."""
             if not stop.can_save:
                 os._exit(INTERRUPTED)
             stop.signalled = True
 
         def watch_parent() -> None:
-            """Exit with status 130 if `parent` dies before `can_save` is set. Later the steps check `requested`."""
+            """Exit with code 130 if `parent` dies before `can_save` is set. Later the steps check `requested`."""
             while not stop.can_save:
                 if stop.requested:
                     os._exit(INTERRUPTED)
