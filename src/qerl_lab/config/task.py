@@ -51,7 +51,7 @@ class ColumnsConfig:
     """
 
     question: str | None = option(None, "column of the question")
-    answer: str | None = option(None, "column of the known answer")
+    answer: str | None = option(None, "column of the reference answer")
     id: str | None = option(None, "column of a unique id; empty (task.columns.id=): the number of the row")
     tests: str | None = option(None, "column of a program's tests, each with input and output")
 

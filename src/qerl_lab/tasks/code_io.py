@@ -100,7 +100,9 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
     for n, (code, question) in enumerate(answers):
         if code is not None:
             pairs = zip(outputs[code, question], question.payload["outputs"], strict=True)
-            share[n] = np.mean([output is not None and _lines(output) == _lines(known) for output, known in pairs])
+            share[n] = np.mean(
+                [output is not None and _lines(output) == _lines(expected) for output, expected in pairs]
+            )
     kept = np.array([keeps_format(text) for text in texts], np.float64)
     return {"format": kept, "answer": (share == 1).astype(np.float64), "tests": share}
 

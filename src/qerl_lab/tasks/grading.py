@@ -35,7 +35,9 @@ def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
     import numpy as np  # imported here, because checking a command does not need it
 
     pairs = [(final_answer(text), question.answer) for text, question in zip(texts, questions, strict=True)]
-    verdicts = {(given, known): given is not None and judge(given, known) for given, known in dict.fromkeys(pairs)}
+    verdicts = {
+        (given, reference): given is not None and judge(given, reference) for given, reference in dict.fromkeys(pairs)
+    }
     return {
         "format": np.array([keeps_format(text) for text in texts], np.float64),
         "answer": np.array([verdicts[pair] is True for pair in pairs], np.float64),
@@ -43,8 +45,8 @@ def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
     }
 
 
-def judge(given: str, known: str) -> bool | None:
-    """Tell whether the answer text `given` equals the reference answer `known` as mathematics.
+def judge(given: str, reference: str) -> bool | None:
+    """Tell whether the answer text `given` equals the reference answer as mathematics.
 
     The first step that applies decides:
 
@@ -52,35 +54,37 @@ def judge(given: str, known: str) -> bool | None:
     2. Two texts are equal if their spelling is the same once it is normalized (answers/surface.py).
     3. If both can be parsed (answers/reading.py), their forms are compared (answers/equality.py): expressions by value,
        a list in any order, a point in order.
-    4. If only one can be parsed, and it is words: wrong if that is `given`, undecided if it is `known`.
+    4. If only one can be parsed, and it is words: wrong if that is `given`, undecided if it is `reference`.
     5. math-verify compares what only math-verify reads, such as integrals (answers/library.py).
 
     Returns None if this cannot be decided: an answer cannot be parsed or evaluated, or math-verify fails or takes over
     LIBRARY_SECONDS of CPU time. A text over MAX_ANSWER_CHARACTERS is not parsed, so that hostile text takes little
     work. Raises RuntimeError if math-verify is needed and cannot be imported.
     """
-    left, right = number(given), number(known)
+    left, right = number(given), number(reference)
     if left is not None and right is not None:
         return left == right
-    if max(len(given), len(known)) > MAX_ANSWER_CHARACTERS:
+    if max(len(given), len(reference)) > MAX_ANSWER_CHARACTERS:
         return None
-    given, known = plain(given), plain(known)
-    if given and compact(given) == compact(known):
+    given, reference = plain(given), plain(reference)
+    if given and compact(given) == compact(reference):
         return True
-    form, gold = read(given), read(known)
-    if form is not None and gold is not None:
+    given_form, reference_form = read(given), read(reference)
+    if given_form is not None and reference_form is not None:
         from qerl_lab.tasks.answers.equality import equal  # imports mpmath, which checking a command does not need
 
         try:
-            return equal(form, gold)
+            return equal(given_form, reference_form)
         except (Unreadable, RecursionError):
             return None
-    if isinstance(form, Words):
+    if isinstance(given_form, Words):
         return False
-    if isinstance(gold, Words):
+    if isinstance(reference_form, Words):
         return None
-    if _is_for_library(form, given) and _is_for_library(gold, known):
-        found: bool | None = sandbox.call("qerl_lab.tasks.answers.library", "is_equal", (given, known), LIBRARY_SECONDS)
+    if _is_for_library(given_form, given) and _is_for_library(reference_form, reference):
+        found: bool | None = sandbox.call(
+            "qerl_lab.tasks.answers.library", "is_equal", (given, reference), LIBRARY_SECONDS
+        )
         return found
     return None
 

@@ -95,10 +95,10 @@ def _read_gsm8k(cfg: TaskConfig, make: Make, of_heldout: bool) -> Questions:
 def _gsm8k(id: str, row: Row) -> Question:
     """Make a question from a row of GSM8K. The answer is the number after `####`. Raises BadRow without a number."""
     answer = row.text("answer")
-    gold = answer.rpartition("####")[2].strip()
-    if "####" not in answer or number(gold) is None:
+    final = answer.rpartition("####")[2].strip()
+    if "####" not in answer or number(final) is None:
         raise BadRow(f"has no number after `####` (write for example `#### 72`): {answer[-80:]!r}")
-    return Question(id, row.text("question"), gold.replace(",", ""))
+    return Question(id, row.text("question"), final.replace(",", ""))
 
 
 def _gsm8k_worked(id: str, row: Row) -> Question:

@@ -28,9 +28,9 @@ _REFUSED = re.compile(rf"{_OPERATORS}|(\d\s+\d|[)\]}}!]\s*\d|[\d)\]}}]\s*_)")
 _LETTER = re.compile(r"\\(?:begin|end)\s*\{\w+\}|\\[A-Za-z]+|([A-Za-z])")
 
 
-def is_equal(given: str, known: str) -> bool | None:
+def is_equal(given: str, reference: str) -> bool | None:
     """Tell whether two LaTeX texts are mathematically equal; None if either cannot be parsed."""
-    texts = [_with_signs(_DIFFERENTIAL.sub(r"d\1", text).replace(r"\row", r"\\")) for text in (known, given)]
+    texts = [_with_signs(_DIFFERENTIAL.sub(r"d\1", text).replace(r"\row", r"\\")) for text in (reference, given)]
     sides = [
         parse(f"${text}$", _READING, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
         for text in texts
