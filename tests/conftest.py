@@ -1,4 +1,4 @@
-"""Fixtures for all tests: small configurations, the pocket policy, and the rule for tests that need a GPU.
+"""Fixtures for all tests: small configurations, the embedded policy, and the rule for tests that need a GPU.
 
 Tests must depend neither on the machine nor on what ran before: the first lines set the environment of every test, and
 `process_restored` and `globals_unchanged` watch over what a test leaves in the process.

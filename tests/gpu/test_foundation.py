@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def real_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write random weights in the architecture of Qwen2.5-0.5B, with the pocket policy's tokenizer."""
+    """Write random weights in the architecture of Qwen2.5-0.5B, with the embedded policy's tokenizer."""
     config = Qwen2Config(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2,

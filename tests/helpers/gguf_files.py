@@ -1,4 +1,4 @@
-"""Write a small llama model as a GGUF file: Q4_1 blocks, the pocket policy's tokenizer and chat template."""
+"""Write a small llama model as a GGUF file: Q4_1 blocks, the embedded policy's tokenizer and chat template."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def write_gguf(
 
 
 def _add_tokenizer(writer: GGUFWriter) -> int:
-    """Add the pocket policy's tokenizer, its end token given by id as in all GGUF files; return the token count."""
+    """Add the embedded policy's tokenizer, its end token given by id as in all GGUF files; return the token count."""
     stored = json.loads((ASSETS / "tokenizer.json").read_text())
     added = {entry["content"]: entry for entry in stored["added_tokens"]}
     ids = stored["model"]["vocab"] | {token: entry["id"] for token, entry in added.items()}

@@ -20,7 +20,7 @@ TOKENS: dict[str, list[int]] = {}
 
 
 def copies(build: Build) -> Build:
-    """Return `build` that makes each kind of policy on the embedded model once, and copies it in a quarter of the time.
+    """Return `build` that makes each kind of embedded policy once, and copies it in a quarter of the time.
 
     It keeps the last eight kinds.
     """

@@ -18,7 +18,7 @@ from qerl_lab.model.weight_files import WeightFiles
 
 
 def write_dense(folder: Path, model: PreTrainedModel, **save_options: Any) -> Path:
-    """Save the model with `save_pretrained`, and the pocket policy's tokenizer."""
+    """Save the model with `save_pretrained`, and the embedded policy's tokenizer."""
     model.save_pretrained(folder, **save_options)
     AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""A built wheel works from any directory: configuration, sweeps and the pocket policy travel inside it."""
+"""A built wheel works from any directory: configuration, sweeps and the embedded policy travel inside it."""
 
 import os
 import subprocess

@@ -500,7 +500,7 @@ def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"has 0\.00 GiB free, and its checkpoints take 0\.07 GiB.*run_dir=DIR"):
         preflight.check(plain(), Path.cwd() / "run")
-    usage = usage._replace(free=80 * 2**20)  # all weights of the pocket policy, with moments: 10 MiB each time
+    usage = usage._replace(free=80 * 2**20)  # all weights of the embedded policy, with moments: 10 MiB each time
     with pytest.raises(ConfigError, match=r"and its checkpoints take 0\.09 GiB"):
         preflight.check(plain(format__name="bf16", lora__rank=0), Path.cwd() / "run")
     assert preflight.check(plain(format__name="bf16"), Path.cwd() / "run") == []

@@ -47,7 +47,7 @@ class Options:
     BENCHMARK: ClassVar[str]
     BASELINES: ClassVar[Mapping[str, str]]
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
-    arms: list[str] = option([], "names of arms, the conditions that are compared")
+    arms: list[str] = option([], "names of the arms to compare")
     scratch: str = option("/dev/shm", "directory for checkpoints of arms, which are removed")
     timeout_minutes: float = option(60, "an arm that takes longer is ended", above=0, at_most=100_000)
     out: str = option("", OUT_HELP)

@@ -42,7 +42,7 @@ LAYOUT = re.compile(
 )
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 GROUPS = {  # the folders of conf/, and sweeps
-    "experiment": "one arm (condition) of a comparison (+experiment=NAME)",
+    "experiment": "one arm of a comparison (+experiment=NAME)",
     "scale": "what it runs on and at what size; a group or key that you type wins over it",
     "model": "the policy",
     "format": "weight format of the policy's frozen base",

@@ -1,4 +1,4 @@
-"""Decide which keys define an arm, one condition of a comparison: two runs belong to one arm if these keys agree."""
+"""Decide which keys define an arm: two runs belong to one arm if these keys agree."""
 
 import hashlib
 import json

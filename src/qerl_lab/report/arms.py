@@ -16,7 +16,7 @@ from qerl_lab.report.runs import ABSENT, Arm, Run, normalize
 NO_EXPERIMENT = RunConfig().experiment
 CHOICES = ("algorithm", "aqn")  # groups of conf/ in which one choice sets several keys
 OF_A_SCALE = 4  # a label names the scale instead of the keys that follow from it if there are at least so many
-LONGEST = 48  # most characters of a value in a label; the longest path to the embedded model has 41
+LONGEST = 48  # most characters of a value in a label; the longest path to the embedded policy has 41
 
 
 # --- which records are of one run, and which runs of one arm

@@ -4,7 +4,7 @@ A problem is defined by its numbers: a start and signed changes. Names and thing
 numbers, so one problem has one text. One in eight multisets of stated numbers is held out, chosen by hash. So no
 held-out problem has the numbers of a training problem in another order or with other signs, for any seed.
 
-`results/pocket/pretrain.py` trained the pocket policy, a tiny model that is part of the package, on `worked_solution`.
+`results/pocket/pretrain.py` trained the embedded policy, which is part of the package, on `worked_solution`.
 """
 
 import hashlib

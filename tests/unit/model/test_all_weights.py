@@ -39,7 +39,7 @@ def full(tiny: Callable[..., RunConfig], build_policy: Callable[[RunConfig], Pol
 
 @pytest.fixture(scope="module")
 def unrounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the pocket policy with float32 weights that bfloat16 does not hold, as in GGUF files."""
+    """Write the embedded policy with float32 weights that bfloat16 does not hold, as in GGUF files."""
     model = AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.float32, use_safetensors=True)
     for weight in model.parameters():
         weight.data += 1e-3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))

@@ -87,7 +87,7 @@ def test_the_weights_are_the_dequantized_values_of_the_file(
 
 
 def test_the_tokenizer_encodes_and_decodes_like_the_one_in_the_file(file: Path) -> None:
-    """The file has the pocket policy's tokenizer: end tokens, tokens that are never split, leading spaces, template."""
+    """The file has the embedded policy's tokenizer: end tokens, tokens never split, leading spaces, template."""
     found, own = AutoTokenizer.from_pretrained(gguf.unpack(file)), AutoTokenizer.from_pretrained(ASSETS)
     assert (found.eos_token, found.pad_token) == (own.eos_token, own.pad_token)
     assert found.chat_template == own.chat_template

@@ -43,7 +43,7 @@ def learner(tiny, build_policy) -> Policy:
 
 @contextmanager
 def serving(**arguments: Any) -> Iterator[LLM]:
-    """Start vLLM with the pocket policy in this process, as `VllmEngine` does."""
+    """Start vLLM with the embedded policy in this process, as `VllmEngine` does."""
     os.environ.update(IN_THIS_PROCESS)
     llm = LLM(model=str(ASSETS), dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
               kv_cache_memory_bytes=2**24, enable_prefix_caching=False, distributed_executor_backend="uni",

@@ -139,7 +139,7 @@ def test_every_worked_solution_is_right_and_earns_the_full_reward(difficulty: di
 
 
 def test_a_problem_has_many_worked_solutions() -> None:
-    """The entropy of the pocket policy comes from them."""
+    """The entropy of the embedded policy comes from them."""
     problem, rng = arithmetic.Problem(5, (7, -3, 4)), random.Random(0)
     assert len({arithmetic.worked_solution(rng, problem) for _ in range(300)}) > 50
 
