@@ -172,7 +172,7 @@ class EntropyOptions:
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     formats: list[str] = option(["all"], "weight formats to measure", choices=("all", *choices_of("format")))
     checkpoints: list[str] = option([], "packed directories to measure too, of any origin: GPTQ, AWQ")
-    prompts: str = option("arithmetic", "task whose evaluation questions are the prompts, NAME or NAME:PATH")
+    prompts: str = option("arithmetic", "task whose held-out questions are the prompts, NAME or NAME:PATH")
     questions: int = option(64, "questions of that task, from the first", at_least=2)
     max_completion_tokens: int = option(128, "longest completion in tokens that the dense model samples", at_least=1)
     seed: int = option(0, "seeds the sampling", at_least=0, at_most=2**32 - 1)
