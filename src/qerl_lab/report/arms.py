@@ -177,11 +177,11 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     that scale.
     """
     if not keys_of_scales(runs):
-        return {arm: _spell_label(*parts) for arm, parts in _parts_of_labels(runs).items()}
+        return {arm: _format_label(*parts) for arm, parts in _parts_of_labels(runs).items()}
     found, scale_of = dict[Arm, str](), scale_by_arm(runs)
     for scale in sorted(set(scale_of.values())):
         parts = _parts_of_labels([run for run in runs if scale_of[run.arm] == scale])
-        found |= {arm: _spell_label(name, [f"scale={scale}", *words]) for arm, (name, words) in parts.items()}
+        found |= {arm: _format_label(name, [f"scale={scale}", *words]) for arm, (name, words) in parts.items()}
     return found
 
 
@@ -221,7 +221,7 @@ def scale_by_arm(runs: Sequence[Run]) -> dict[Arm, str]:
     return {run.arm: run.configured.get("scale", "") for run in runs}
 
 
-def _spell_label(name: str, settings: Sequence[str]) -> str:
+def _format_label(name: str, settings: Sequence[str]) -> str:
     """Format a label from the name of its experiment, which may be empty, and its settings."""
     text = ", ".join(settings)
     return f"{name} ({text})" if name and text else name or text or NO_EXPERIMENT

@@ -126,7 +126,7 @@ class Claim:
         """Format `smallest`, the smallest effect that matters: `0.02` for a difference, `1.1x` for a ratio."""
         return f"{self.smallest:g}x" if self.is_ratio else f"{self.smallest:g}"
 
-    def spell(self, effect: float) -> str:
+    def format_effect(self, effect: float) -> str:
         """Format an effect for readers: `+0.013` for a difference, `1.23x` for a ratio."""
         return f"{effect:.2f}x" if self.is_ratio else format_change(effect)
 

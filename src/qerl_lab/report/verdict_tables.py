@@ -192,7 +192,7 @@ def effect_cell(row: Row) -> str:
     if row.numbers is None:
         return NONE
     spell_end = "{:.2f}".format if row.claim.is_ratio else stats.format_change
-    return format_mean_and_interval(row.numbers.effect, row.claim.spell, spell_end)
+    return format_mean_and_interval(row.numbers.effect, row.claim.format_effect, spell_end)
 
 
 def paper_cell(row: Row) -> str:
@@ -205,7 +205,7 @@ def paper_cell(row: Row) -> str:
         if row.numbers:
             _, low, high = row.numbers.effect
             where += ", inside" if low <= value <= high else ", outside"
-        texts.append(f"{row.claim.spell(value)} ({where})")
+        texts.append(f"{row.claim.format_effect(value)} ({where})")
     return ", ".join(texts) or NONE
 
 

@@ -204,7 +204,7 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
             if verdict == Verdict.UNDECIDED:
                 why = _explain_undecided(row, numbers, others)
             else:
-                why = [_spell(verdict, row.claim).shown, *_reservations(row, numbers, verdict)]
+                why = [_phrase_of(verdict, row.claim).shown, *_reservations(row, numbers, verdict)]
             row = replace(row, numbers=numbers, verdict=verdict, why="; ".join(why))
         elif row.numbers:
             row = replace(row, why=f"{row.numbers.seeds} of {row.claim.file.seeds} seeds: an interval, no verdict yet")
@@ -251,7 +251,7 @@ def _explain_undecided(row: Row, numbers: Numbers, others: Sequence[PValues]) ->
         any_effect = stats.fewest_seeds(is_narrow_at, claim.file.seeds)
     reached = verdict_at(as_measured) if as_measured else Verdict.UNDECIDED
     if as_measured:
-        why = f"about {as_measured} seeds would {_spell(reached, claim).would} if the effect is as measured"
+        why = f"about {as_measured} seeds would {_phrase_of(reached, claim).would} if the effect is as measured"
         if any_effect and any_effect > as_measured:
             why += f", {any_effect} decide whatever it is"
     elif numbers.censored:
@@ -263,7 +263,7 @@ def _explain_undecided(row: Row, numbers: Numbers, others: Sequence[PValues]) ->
     return [why, *_reservations(row, numbers, reached)]
 
 
-def _spell(verdict: Verdict, claim: Claim) -> Phrase:
+def _phrase_of(verdict: Verdict, claim: Claim) -> Phrase:
     """Return the phrase of a verdict on `claim`, with the smallest effect that matters filled in."""
     phrase = (PHRASES if claim.direction else EITHER_WAY)[verdict]
     return Phrase(*(text.format(size=claim.smallest_as_text) for text in phrase))
@@ -282,7 +282,7 @@ def _reservations(row: Row, numbers: Numbers, reached: Verdict) -> list[str]:
         limits.append(f"guardrail {claim.guardrail.measure} is {state}")
     if claim.direction and reached in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
         small = [
-            f"{claim.spell(value)} ({where})" for where, value in row.contrast.printed
+            f"{claim.format_effect(value)} ({where})" for where, value in row.contrast.printed
             if claim.direction * (math.log(value) if claim.is_ratio else value) < claim.margin
         ]  # fmt: skip
         if small:
