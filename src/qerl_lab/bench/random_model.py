@@ -27,7 +27,7 @@ from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.linear import packable_linears
-from qerl_lab.model.loading import empty_model, fill, tied
+from qerl_lab.model.loading import empty_model, fill, tied_names
 from qerl_lab.model.weight_files import Stored, Weights
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -88,7 +88,7 @@ def write(
     config = source.config
     model = fill(empty_model(config, torch.bfloat16), source, packed_as, is_packed=False, device=device)
     folder.mkdir(parents=True)
-    save_torch_state_dict(model.state_dict(), folder, shared_tensors_to_discard=tied(model))
+    save_torch_state_dict(model.state_dict(), folder, shared_tensors_to_discard=tied_names(model))
     if weight_format.BLOCK is not None:
         config.quantization_config = weight_format.quantization_config(format_config.ignore, torch.bfloat16)
     config.save_pretrained(folder)

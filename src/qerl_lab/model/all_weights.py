@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qerl_lab.model.loading import tied
+from qerl_lab.model.loading import tied_names
 from qerl_lab.model.on_disk import SINGLE
 from qerl_lab.system.disk import make_readable
 
@@ -30,7 +30,7 @@ def make_trainable(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the weights of `model` by checkpoint name, as detached tensors that share its memory; tied ones once."""
-    copies = tied(model)
+    copies = tied_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in copies}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qerl_lab.model import all_weights
 from qerl_lab.model.linear import PackedLinear, packed_layers
-from qerl_lab.model.loading import tied
+from qerl_lab.model.loading import tied_names
 from qerl_lab.model.on_disk import read_model_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import copy_companions
@@ -28,7 +28,7 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
         return {name: tensor.to("cpu", policy.dtype) for name, tensor in all_weights.weights(policy.base).items()}
     base = policy.base
     norms = {f"{name}.weight": norm.detach().to(policy.dtype) for name, norm in policy.norms.items()}
-    tensors, copies = base.state_dict() | norms, tied(base)
+    tensors, copies = base.state_dict() | norms, tied_names(base)
     for name, module in base.named_modules():
         if isinstance(module, PackedLinear) and module.engine_layout is not None:  # tensors in an engine's layout
             for key in module.held():

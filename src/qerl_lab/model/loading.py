@@ -145,7 +145,7 @@ def fill(
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a dense model by checkpoint name; tied parameters appear once."""
-    copies = tied(model)
+    copies = tied_names(model)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in copies}
 
 
@@ -162,7 +162,7 @@ def check_tensors(
     expected = dense.keys() | {f"{name}.{key}" for name in packed for key in keys}
     stored, patterns = set(source.names), [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
     ignored = {name for name in stored if any(re.search(pattern, name) for pattern in patterns)}
-    extra = sorted(stored - expected - ignored - set(tied(model)))
+    extra = sorted(stored - expected - ignored - set(tied_names(model)))
     if (missing := sorted(expected - stored)) or extra:
         kind = f"packed in {weight_format.NAME}" if packed else "dense"
         found = [f"{some_of(missing, 1)} missing"] if missing else []
@@ -182,7 +182,7 @@ def check_tensors(
             raise ValueError(f"{source.where(name)}: {name} is {dtype}; allowed: {allowed}")
 
 
-def tied(model: PreTrainedModel) -> list[str]:
+def tied_names(model: PreTrainedModel) -> list[str]:
     """List the names of parameters that are the same tensor as a parameter with an earlier name.
 
     An example is `lm_head.weight` of a model that ties it to the embedding. A checkpoint may omit these names.
