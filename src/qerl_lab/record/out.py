@@ -16,7 +16,7 @@ from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.spelling import shell_line
-from qerl_lab.system.disk import beside, exclusive, make_directory, make_readable, read_json, replace_file
+from qerl_lab.system.disk import exclusive, make_directory, make_readable, read_json, replace_file, temporary_path
 
 JOURNAL = "journal.json"
 
@@ -88,7 +88,7 @@ class Unfinished:
             elif not overwrite:
                 raise _other_options_error(self.folder, begun.get("identity") or {}, self._journal["identity"])
         # A kill in the first journal leaves its temporary file alone in the directory.
-        elif any(path != beside(self.folder / JOURNAL) for path in self.folder.iterdir()):
+        elif any(path != temporary_path(self.folder / JOURNAL) for path in self.folder.iterdir()):
             raise ConfigError(
                 f"{self.folder} has files that this command did not write. Type another out, or remove it."
             )

@@ -49,7 +49,7 @@ def exclusive(folder: Path, refusal: str | None = None) -> Iterator[None]:
         os.close(held)
 
 
-def beside(path: Path, aside: str = "tmp") -> Path:
+def temporary_path(path: Path, aside: str = "tmp") -> Path:
     """Return the path of the temporary file with which `replace_file` writes `path`: `NAME.<aside>`, beside it."""
     return path.with_name(f"{path.name}.{aside}")
 
@@ -60,7 +60,7 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
     If several processes may write the same file at once, each must give a different `aside`. Raises an OSError that
     names the file.
     """
-    temporary = beside(path, aside)
+    temporary = temporary_path(path, aside)
     try:
         with temporary.open("wb") as file:
             file.write(data)
