@@ -90,7 +90,7 @@ def export(options: ExportOptions) -> None:
     }  # fmt: skip
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         out = unfinished.folder
-        (out / "README.md").write_text(f"{card(options, cfg, run)}\n", encoding="utf-8")
+        (out / "README.md").write_text(f"{model_card(options, cfg, run)}\n", encoding="utf-8")
         (out / "run.yaml").write_text(run.config_text(), encoding="utf-8")
         if options.merged:
             write_dense(cfg, run.adapter, base, out, options.dtype, merged=True)
@@ -130,7 +130,7 @@ def write_dense(cfg: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
     write_model(dense_tensors(loaded, dtype, merged=merged), dtype, base, out)
 
 
-def card(options: ExportOptions, cfg: RunConfig, run: RunDirectory) -> str:
+def model_card(options: ExportOptions, cfg: RunConfig, run: RunDirectory) -> str:
     """Return the text of the exported model's card, from model_card.md.j2: training, result, how to load the model."""
     from huggingface_hub import ModelCard, ModelCardData
 

@@ -27,7 +27,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
-from qerl_lab.tools.export import ExportOptions, card, export, requested_run
+from qerl_lab.tools.export import ExportOptions, export, model_card, requested_run
 from vllm_engines import NEEDS_VLLM
 
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def test_the_card_has_the_settings_and_results_of_the_run(runs: Runs, tmp_path: 
 
 
 def test_the_card_of_one_step_has_one_reward(runs: Runs, tiny: Callable[..., RunConfig]) -> None:
-    said = card(ExportOptions(out="mine"), tiny(steps=1), RunDirectory(runs["bf16"][0]))
+    said = model_card(ExportOptions(out="mine"), tiny(steps=1), RunDirectory(runs["bf16"][0]))
     assert "\n- reward: 0.700\n- policy entropy in nats: 0.300\n- held-out accuracy before" in said
 
 
@@ -169,7 +169,7 @@ def test_the_card_of_an_adapter_on_a_model_of_the_hub_names_it(
     copy = RunDirectory(shutil.copytree(runs["bf16"][0], tmp_path / "run"))
     copy.finish(RESULT | {"accuracy_gain_interval": [0.25, 0.25]})
     cfg = tiny(format__name="bf16", model__path="org/name", model__revision="abc", lora__rank=8)
-    _, head, body = card(ExportOptions(out="mine"), cfg, copy).split("---\n", 2)
+    _, head, body = model_card(ExportOptions(out="mine"), cfg, copy).split("---\n", 2)
     assert yaml.safe_load(head)["base_model"] == "org/name"
     assert "`org/name` at revision abc." in body
     assert "+0.250 [no spread]" in body
@@ -185,16 +185,16 @@ def test_the_command_on_the_card_makes_the_base_of_the_run(
     assert quantize.main([*words, "device=cpu", f"out={packed}"]) == 0
     how = {"format__name": "nvfp4", "format__scale_rule": "four_over_six", "format__ignore": ["lm_head", "down_proj"]}
     record = RunDirectory(runs["nvfp4"][0])
-    said = card(ExportOptions(out="mine"), tiny(model__path=str(own), **how), record)
+    said = model_card(ExportOptions(out="mine"), tiny(model__path=str(own), **how), record)
     line = next(line for line in said.splitlines() if "qerl_lab.quantize" in line)
     assert set(words) <= set(shlex.split(line.split("`")[-2]))
-    said = card(ExportOptions(out="mine"), tiny(model__path=str(packed), **how), record)
+    said = model_card(ExportOptions(out="mine"), tiny(model__path=str(packed), **how), record)
     assert f"`BASE` is `{packed}`." in said
     assert "qerl_lab.quantize" not in said
-    own_task = card(ExportOptions(out="mine"), tiny(task__module="/mine/riddles.py", **how), record)
+    own_task = model_card(ExportOptions(out="mine"), tiny(task__module="/mine/riddles.py", **how), record)
     assert "GRPO on riddles" in own_task
     for name, with_base in ((str(packed), False), (str(packed), True)):
-        said = card(ExportOptions(out="mine", base=with_base), tiny(model__path=name, **how), record)
+        said = model_card(ExportOptions(out="mine", base=with_base), tiny(model__path=name, **how), record)
         assert ("dequantize=True" in said) != with_base, "the base of the export is dense"
 
 
