@@ -171,7 +171,7 @@ def extend_run(run: RunDirectory, steps: int) -> None:
         ) from None
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
     run.check()
-    run.refuse_record(saved)  # while DONE still exists
+    run.refuse_unfit_record(saved)  # while DONE still exists
     preflight.check(cfg, run.path)
     run.refuse_other_device("cuda" if cfg.device != "cpu" and machine.has_gpu() else "cpu")
     if questions := question_counts.recorded_questions(cfg):

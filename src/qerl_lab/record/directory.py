@@ -343,14 +343,14 @@ class RunDirectory:
         """Return the newest intact checkpoint to resume from, or None to start from step 0.
 
         with_weights=False does not read the weights, which may then be damaged. The command uses this before it starts
-        the run's process, which reads them. Raises ConfigError if the record does not fit it (`refuse_record`).
+        the run's process, which reads them. Raises ConfigError if the record does not fit it (`refuse_unfit_record`).
         """
         saved = checkpoint.newest(self.checkpoints, with_weights=with_weights)
         if saved is not None:
-            self.refuse_record(saved)
+            self.refuse_unfit_record(saved)
         return saved
 
-    def refuse_record(self, saved: checkpoint.Saved) -> None:
+    def refuse_unfit_record(self, saved: checkpoint.Saved) -> None:
         """Raise ConfigError if the run cannot continue from the checkpoint `saved`.
 
         Reasons: resolved.yaml differs from the configuration in the checkpoint (`refuse_edited_config`), or
