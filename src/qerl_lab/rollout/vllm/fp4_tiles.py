@@ -1,6 +1,6 @@
 """NVFP4 product with an adapter for few rows, up to 64 per launch, on Hopper's warpgroup instructions.
 
-    y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / global_scale
+    y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / global scale
 
 Letters: x is `[M, K]`, W `[N, K]`, y `[M, N]`. A layer fuses P parts, such as q, k and v, each with an adapter of rank
 r. A stage is 128 columns of x and of a tile of W in shared memory.
