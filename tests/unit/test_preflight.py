@@ -398,7 +398,7 @@ def test_a_dry_run_says_too_that_steps_take_hours(
 
 
 def test_a_model_in_a_folder_needs_no_room_for_a_download(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_disk, "parameters", lambda folder: 7 * 10**9)
+    monkeypatch.setattr(on_disk, "count_parameters", lambda folder: 7 * 10**9)
     monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
     usage = shutil.disk_usage(".")._replace(free=2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
