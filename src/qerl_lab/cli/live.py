@@ -15,7 +15,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import LINES, columns, estimate_time_left
 
 REDRAW_SECONDS = 1.0
-HEAD = ["job", "step", "reward", "ETA", "overrides"]
+HEAD = ["job", "step", "reward", "ETA", "words"]
 
 
 class JobProgress:
