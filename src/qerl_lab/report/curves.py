@@ -101,10 +101,15 @@ def draw(
     chosen, unit = _values_of_arms(arms, curve, by), "step"
     if by == CLOCK:
         longest = max(values.index.max() for series in chosen.values() for values in series)
-        name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
+        name, seconds = "seconds", 1
+        if longest >= 7200:
+            name, seconds = "hours", 3600
+        elif longest >= 120:
+            name, seconds = "minutes", 60
         unit = f"{name} of training steps"
         chosen = {arm: [values.set_axis(values.index / seconds) for values in own] for arm, own in chosen.items()}
-    first, others = [baseline] if baseline in chosen else [], [arm for arm in chosen if arm != baseline]
+    first = [baseline] if baseline in chosen else []
+    others = [arm for arm in chosen if arm != baseline]
     groups = [[*first, *panel] for panel in _panels(others, styles, ARMS_A_PANEL - len(first))]
     rows = math.ceil(len(groups) / MOST_COLUMNS)
     columns = math.ceil(len(groups) / rows)
