@@ -106,9 +106,13 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
         if word.startswith("-"):
             raise unknown_flag_error(word, {key: f"{key}=VALUE" for key in types}, HELP)
         key, sign, text = word.lstrip("+").partition("=")
-        if bare:  # a path may have an equals sign in it, or the name of a key
+        if bare:
             is_known, is_there = key in types, os.path.exists(word)
-            if (is_there and not is_known) if sign else (is_there or not is_known):
+            if sign:  # a path may have an equals sign in it
+                is_path = is_there and not is_known
+            else:  # or the name of a key
+                is_path = is_there or not is_known
+            if is_path:
                 paths.append(word)
                 continue
         if not sign or not key:
@@ -122,9 +126,12 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
         check_type(key, known[key], given[key])
         words.append((key, word))
     if paths:
-        is_list = get_origin(types[bare]) is list
-        given[bare] = paths if is_list else paths[0]
-        words += [(bare, " ".join(paths))] if is_list else [(bare, path) for path in paths]  # a second one is refused
+        if get_origin(types[bare]) is list:
+            given[bare] = paths
+            words.append((bare, " ".join(paths)))
+        else:
+            given[bare] = paths[0]
+            words += [(bare, path) for path in paths]  # a second one is refused
     refuse_repeated_keys(words)
     for key, value in given.items():
         check_bounds(key, known[key].metadata, value)
@@ -193,7 +200,9 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
         if is_list:
             what = shell_line([f"{key}={spell_list(values)}"])
         return ConfigError(f"{override} lacks a value beside a comma. Type {what}.")
-    example = "['a, b']" if is_list else r"'it\'s'" if "'" in value else "'a, b'"
+    example = r"'it\'s'" if "'" in value else "'a, b'"
+    if is_list:
+        example = "['a, b']"
     return ConfigError(
         f"{spell_value(override)} cannot be read. Type KEY=VALUE. If the value has a space, a quote or one of "
         f', = ( ) [ ] {{ }} type two pairs of quotes: "KEY={example}".'
