@@ -108,10 +108,9 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
         key, sign, text = word.lstrip("+").partition("=")
         if bare:
             is_known, is_there = key in types, os.path.exists(word)
-            if sign:  # a path may have an equals sign in it
+            is_path = is_there or not is_known  # a path may have the name of a key
+            if sign:  # or an equals sign in it
                 is_path = is_there and not is_known
-            else:  # or the name of a key
-                is_path = is_there or not is_known
             if is_path:
                 paths.append(word)
                 continue
