@@ -42,7 +42,8 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
         table.append([row.claim.name, name_of(row), seeds, effect_cell(row), paper_cell(row), verdict])
     shown = [columns(table), HOW_TO_READ] if len(table) > 1 else []
     parts = [*shown, contrasts_without_runs(rows), *_basis(rows)]
-    parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
+    if fallen := collapses(rows):
+        parts += [COLLAPSED, columns(fallen)]
     parts += [missing_arms(rows), columns(accuracy_rows(comparison, None))]
     parts += [*notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part)
@@ -69,16 +70,17 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     meanings = [
         f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()
     ]
-    table = "No claim was measured."
+    parts = ["# Verdicts on claims", f"By `{command_line}`.", "\n".join(meanings)]
     if shown:
         table = pipe_table([list(shown[0]), *(list(row_cells.values()) for row_cells in shown)])
-    parts = ["# Verdicts on claims", f"By `{command_line}`.", "\n".join(meanings)]
-    parts += [HOW_TO_READ] if shown else []
-    parts += [*_basis(rows), table]
-    parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
+        parts += [HOW_TO_READ, *_basis(rows), table]
+    else:
+        parts += [*_basis(rows), "No claim was measured."]
+    if fallen := collapses(rows):
+        parts += [COLLAPSED, pipe_table(fallen)]
     silent = (row.claim.name for row in rows if row.claim.name not in answered and not row.lacks_runs)
-    rest = ", ".join(f"`{name}`" for name in dict.fromkeys(silent))
-    parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else ""]
+    if rest := ", ".join(f"`{name}`" for name in dict.fromkeys(silent)):
+        parts.append(f"These runs say nothing of {rest}; `report verdicts` prints why.")
     parts += [contrasts_without_runs(rows), missing_arms(rows)]
     parts += ["## Held-out accuracies", pipe_table(accuracy_rows(comparison, None))]
     parts += [*notes(comparison), list_left_out(comparison)]
@@ -96,8 +98,10 @@ def _basis(rows: Sequence[Row]) -> list[str]:
             f"means that all of their runs record this hash: {before}."
         )
         later = dict.fromkeys(f"{row.claim.name} ({row.claim.added})" for row in own_rows if row.claim.added)
-        texts += [f"Added later: {', '.join(later)}."] if later else []
-        texts += [f"Planned analysis: {file.analysis}"] if file.analysis else []
+        if later:
+            texts.append(f"Added later: {', '.join(later)}.")
+        if file.analysis:
+            texts.append(f"Planned analysis: {file.analysis}")
     if letters := _letters(rows):
         head = "Conditions of the runs:"
         if len(letters) > 1:
@@ -139,10 +143,11 @@ def missing_arms(rows: Sequence[Row]) -> str:
                 add += f"; where a sweep has other values than the arms in {file.path}, type those of the arms"
             head, line = f"To make what verdicts lack ({add}):\n", f"python -m qerl_lab +sweeps={claim.sweep}"
         blocks.setdefault(head, {}).setdefault(line, {})[claim.name] = None
-    return "\n\n".join(
-        "\n    ".join([head, *(f"{line}  # {', '.join(names)}" for line, names in commands.items())])
-        for head, commands in blocks.items()
-    )
+    texts = []
+    for head, commands in blocks.items():
+        lines = [f"{line}  # {', '.join(names)}" for line, names in commands.items()]
+        texts.append("\n    ".join([head, *lines]))
+    return "\n\n".join(texts)
 
 
 def contrasts_without_runs(rows: Sequence[Row]) -> str:
