@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,16 +211,19 @@ def text(comparison: Comparison, baseline: str | None) -> str:
     for row, runs in zip(rows[1:], comparison.arms.values(), strict=True):
         first, last = (float(np.mean([run.summary[f"entropy_{when}"] for run in runs])) for when in ("first", "last"))
         row.append(first_and_last(first, last, max(run.summary["steps"] for run in runs)))
-    differ = tabulate_differing_settings(comparison, "arms differ in")
     how_to_read = f"Cells: mean [interval] (seeds).\n{HOW_TO_READ if len(comparison.arms) > 1 else ABOUT_INTERVALS}"
-    scales = tabulate_scales(comparison, "scales differ in")
     if any(NO_SPREAD in cell for row in rows for cell in row):
         how_to_read += f"\n{ABOUT_NO_SPREAD}"
-    parts = [columns(rows), how_to_read, columns(scales) if scales else "", columns(differ) if differ else ""]
+    parts = [columns(rows), how_to_read]
+    if scales := tabulate_scales(comparison, "scales differ in"):
+        parts.append(columns(scales))
+    if differ := tabulate_differing_settings(comparison, "arms differ in"):
+        parts.append(columns(differ))
     if baseline is not None:
-        base, firsts = comparison.arms[baseline][0], [runs[0] for runs in comparison.arms.values()]
-        differ_in = ({*differing_keys([run, base])} - run.declared - base.declared for run in firsts)
-        if undeclared := Counter(key for keys in differ_in for key in keys):
+        base, undeclared = comparison.arms[baseline][0], Counter[str]()  # key -> number of arms that differ in it
+        for first_run, *_ in comparison.arms.values():
+            undeclared.update({*differing_keys([first_run, base])} - first_run.declared - base.declared)
+        if undeclared:
             named = ", ".join(f"{key} ({with_noun(count, 'arm')})" for key, count in sorted(undeclared.items()))
             parts.append(f"after - {baseline} also reflects settings no experiment declares: {named}.")
     parts += [*notes(comparison), describe_no_baseline(comparison, baseline), list_left_out(comparison)]
@@ -250,21 +253,27 @@ def list_left_out(comparison: Comparison) -> str:
 def notes(comparison: Comparison) -> list[str]:
     """List, as sentences, what may spoil a comparison, such as mixed machines, versions, questions or conditions."""
     runs, sentences = comparison.counted, list[str]()
-    packages = sorted({name for run in runs for name in run.origin.versions})
-    kinds = [  # the words for several values, the divider between these, and the value of each run
-        ("ran on {} kinds of machines: {}", "; ", [run.origin.machine for run in runs]),
-        *((f"ran on {{}} versions of {name}: {{}}", "; ", [run.origin.versions.get(name, "") for run in runs])
-          for name in packages),
-        ("come from {} versions of the code: {}", ", ", [run.code for run in runs]),
-        ("were trained on {} different sets of questions (training_sha256 in env.json)", "",
-         [run.origin.training_sha256 for run in runs]),
-        ("were asked {} different sets of held-out questions (heldout_sha256 in env.json), which are paired by id", "",
-         [run.origin.heldout_sha256 for run in runs]),
-        ("are of {} tasks, {}: compare arms of one task", ", ", [run.value("task.name") for run in runs]),
-    ]  # fmt: skip
-    for words, divider, texts in kinds:
-        if len(found := sorted({*texts} - {""})) > 1:
-            sentences.append(f"The runs {words.format(len(found), divider.join(found))}.")
+
+    def several(texts: Iterable[str]) -> list[str]:
+        """Return the distinct texts, sorted, or none if there is only one. `texts` has one per run, "" if unknown."""
+        found = sorted({*texts} - {""})
+        return found if len(found) > 1 else []
+
+    if machines := several(run.origin.machine for run in runs):
+        sentences.append(f"The runs ran on {len(machines)} kinds of machines: {'; '.join(machines)}.")
+    for name in sorted({name for run in runs for name in run.origin.versions}):
+        if versions := several(run.origin.versions.get(name, "") for run in runs):
+            sentences.append(f"The runs ran on {len(versions)} versions of {name}: {'; '.join(versions)}.")
+    if codes := several(run.code for run in runs):
+        sentences.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
+    if trained := several(run.origin.training_sha256 for run in runs):
+        sets = f"{len(trained)} different sets of questions (training_sha256 in env.json)"
+        sentences.append(f"The runs were trained on {sets}.")
+    if asked := several(run.origin.heldout_sha256 for run in runs):
+        sets = f"{len(asked)} different sets of held-out questions (heldout_sha256 in env.json)"
+        sentences.append(f"The runs were asked {sets}, which are paired by id.")
+    if tasks := several(run.value("task.name") for run in runs):
+        sentences.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
     if mixed := [key for key in differing_keys(runs) if key in CONDITIONS]:
         sentences.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
     parts = {task_of(run) for run in runs if task_of(run) != run.value("task.name")}
