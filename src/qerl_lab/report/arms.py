@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pandas as pd
 
@@ -118,13 +119,13 @@ def count_overlaps(runs: Sequence[Run]) -> list[Run]:
         places.append(known)
         allowed.append(max(map(int, options), default=1))
     worked, counted = [run.worked() for run in runs], list[Run]()
-    for number, run in enumerate(runs):
-        here = [span for spans, at in zip(worked, places, strict=True) if places[number] & at for span in spans]
-        moments = [
-            max(begin, first) for begin, end in worked[number] for first, last in here if first < end and begin < last
-        ]
-        most = max((sum(first <= moment < last for first, last in here) for moment in moments), default=1)
-        counted.append(replace(run, at_once=max(most, allowed[number])))
+    for run, place, own_spans, most in zip(runs, places, worked, allowed, strict=True):
+        here = [span for spans, at in zip(worked, places, strict=True) if place & at for span in spans]
+        for (begin, end), (first, last) in product(own_spans, here):
+            if first < end and begin < last:
+                moment = max(begin, first)  # when they begin to overlap; the most runs at once work at such a moment
+                most = max(most, sum(start <= moment < stop for start, stop in here))
+        counted.append(replace(run, at_once=most))
     return counted
 
 
@@ -136,7 +137,8 @@ def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if not run.is_finished]
-    for run in sorted((run for run in runs if run.is_finished), key=lambda run: run.ended):
+    finished = [run for run in runs if run.is_finished]
+    for run in sorted(finished, key=lambda run: run.ended):
         if older := counted.get((run.arm, run.seed)):
             left_out.append(f"{older.name}: repeated by {run.name}, with the same settings and seed")
         counted[run.arm, run.seed] = run
@@ -154,7 +156,7 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
     path is redundant if all hashes are known and equal.
     """
     pairs = {(run.value("model.path"), run.value("model.hash")) for run in runs}
-    paths, hashes = ({pair[n] for pair in pairs} for n in (0, 1))
+    paths, hashes = {path for path, _ in pairs}, {found for _, found in pairs}
     redundant = "model.path" if len(hashes) == 1 and ABSENT not in hashes else None
     if len(paths) == len(hashes) == len(pairs):
         redundant = "model.hash"
@@ -251,8 +253,10 @@ def _parts_of_labels(runs: Sequence[Run]) -> dict[Arm, tuple[str, list[str]]]:
         for group in CHOICES:
             of_group = [key for key in differ if key.startswith(f"{group}.")]
             replaced = [key for key in of_group if key in keys]
-            if replaced and (choice := matching_option(group, run.settings, of_group)) is not None:
-                words = {key: word for key, word in words.items() if key not in replaced}
+            choice = matching_option(group, run.settings, of_group) if replaced else None
+            if choice is not None:
+                for key in replaced:
+                    del words[key]
                 words[replaced[0]] = f"{group}={choice}"
         found[arm] = " = ".join(sorted(names[arm] - {NO_EXPERIMENT})), [words[key] for key in sorted(words)]
     return found
