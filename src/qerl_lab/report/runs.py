@@ -166,8 +166,10 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     """
     lines, values, sessions = directory.checked_metrics(), directory.settings(), directory.environments()
     last = lines[-1] if lines else {"step": 0, "time": 0.0}
-    status = {"done": FINISHED}.get(directory.status, directory.status_in_words)
-    if directory.status == "failed":
+    status = directory.status_in_words
+    if directory.status == "done":
+        status = FINISHED
+    elif directory.status == "failed":
         status = f"failed ({textwrap.shorten(directory.reason, REASON, placeholder=' ...')})"
     elif directory.status == "interrupted":
         status += f" (step {last['step']} of {values.get('steps')})"
@@ -187,6 +189,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
     configured = {key: values[key] for key in wanted if key in values}
     if values.get("task.module_hash", "None") != "None":
         configured["task.module"] = "_".join(Path(values["task.module"]).name.split())
+    claims_sha256 = values.get("preregistration_sha256", "None")
     origin = Origin(
         command=join_sessions(session.get("command", "") for session in sessions),
         configured=" ".join(f"{key}={value}" for key, value in configured.items()),
@@ -198,7 +201,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
         heldout_sha256=data.get("heldout_sha256") or "",
         pauses=" ".join(f"{end:.0f}-{start:.0f}" for (_, end), (start, _) in pairwise(directory.sessions())),
         place=" ".join(dict.fromkeys(gpus or [session.get("host", "") for session in sessions])).strip(),
-        claims_sha256=values.get("preregistration_sha256", "None").replace("None", ""),
+        claims_sha256="" if claims_sha256 == "None" else claims_sha256,
     )
     code = join_sessions(code_version(session.get("git_sha"), session.get("dirty")) for session in sessions or [{}])
     recorded = {metric for line in lines for metric in line["metrics"]}
@@ -212,10 +215,10 @@ def read_run(directory: RunDirectory, name: str) -> Run:
 def _describe_machine(environment: Mapping[str, Any]) -> str:
     """Describe a machine from env.json: `2 x NVIDIA H200 (driver 580.1), 16 CPUs: Intel ...`."""
     cards = Counter((gpu["name"], gpu.get("driver")) for gpu in environment.get("gpus", []))
-    parts = [
-        (f"{count} x " if count > 1 else "") + name + (f" (driver {driver})" if driver else "")
-        for (name, driver), count in cards.items()
-    ]
+    parts = []
+    for (name, driver), count in cards.items():
+        times = f"{count} x " if count > 1 else ""
+        parts.append(f"{times}{name} (driver {driver})" if driver else f"{times}{name}")
     if cpus := environment.get("cpus_usable"):
         model = environment.get("cpu")
         parts.append(with_noun(cpus, "CPU") + (f": {model}" if model else ""))
@@ -275,8 +278,9 @@ def summarize(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
     }
     if "memory/gpu_peak_gib" in steps:
         result["memory_gpu_peak_gib"] = float(steps["memory/gpu_peak_gib"].max())
-    for phase in (name for name, rows in phases.items() if "truncated" in rows):  # older records lack it
-        result[f"truncated_{phase}"] = float(phases[phase]["truncated"].mean())
+    for phase, rows in phases.items():
+        if "truncated" in rows:  # older records lack it
+            result[f"truncated_{phase}"] = float(rows["truncated"].mean())
     if not {"before", "after"} <= set(phases):
         return result
     before, after = _accuracies(phases)
