@@ -17,7 +17,7 @@ _AS_IT_STANDS = NormalizationConfig(
 )
 _DIFFERENTIAL = re.compile(r"(?<![A-Za-z\\])d +([A-Za-z])(?![A-Za-z])")  # math-verify reads dx, not d x
 _READING = [LatexExtractionConfig(normalization_config=_AS_IT_STANDS)]
-_LIMIT = r"\s*[_^]\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|-?\w)"
+_LIMIT = r"\s*[_^]\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|-?\w)"  # `_{k=1}`, `^{2^{n}}`, `_-1`
 # Macros with limits or exponents, and an opening bracket behind them: `\sum_{k=1}^n (`. Their argument is no factor.
 _OPERATORS = rf"(?:(?:\\(?:begin|end)\s*\{{\w+\}}|\\[A-Za-z]+)(?:{_LIMIT})*\s*)+[(\[|]?"
 _FACTOR = re.compile(

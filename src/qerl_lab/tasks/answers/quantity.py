@@ -41,18 +41,21 @@ minus negative times by to from least most percent mod base am pm pi ln e i is a
 _CHANGES = frozenset(_CHANGING.split())
 
 _MONEY = r"\\(?:dollar|euro|pound|yen|rupee)(?![A-Za-z])"
-_BEFORE = re.compile(rf"([-+]?)\s*({_MONEY})\s*")
-_AFTER = re.compile(rf"\s*({_MONEY})$")
-_EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
-_IN_FONT = re.compile(
-    rf"(?<=[^\s(\[{{])\s*(?:\\cdot\s*)?((?:(?:(?<=\d)|(?<=\d\s))/\s*)?(?:(?:sq\.?|square|cubic)\s+)?\\text\{{[^{{}}]*\}}{_EXPONENT}(?:\s*(?:/|\\cdot|\\times|\*)?\s*\\text\{{[^{{}}]*\}}{_EXPONENT})*)$"
+_BEFORE = re.compile(rf"([-+]?)\s*({_MONEY})\s*")  # `\dollar 5`, `-\dollar 5`
+_AFTER = re.compile(rf"\s*({_MONEY})$")  # `5 \euro`
+_EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"  # `^2`, `^{-1}`
+_FONT_WORD = rf"\\text\{{[^{{}}]*\}}{_EXPONENT}"
+_IN_FONT = re.compile(  # `5 \text{ cm}^2`, `60 \text{km}/\text{h}`, `60/\text{day}`, `5 sq. \text{ft}`
+    r"(?<=[^\s(\[{])\s*(?:\\cdot\s*)?((?:(?:(?<=\d)|(?<=\d\s))/\s*)?(?:(?:sq\.?|square|cubic)\s+)?"
+    rf"{_FONT_WORD}(?:\s*(?:/|\\cdot|\\times|\*)?\s*{_FONT_WORD})*)$"
 )
-_DEGREES = re.compile(r"(.*?)(?:\^\\circ\s*(?:\\text\{\s*)?([CFK])\}?)?")
+_DEGREES = re.compile(r"(.*?)(?:\^\\circ\s*(?:\\text\{\s*)?([CFK])\}?)?")  # `180^\circ`, `20^\circ C`
 _OF_ANGLES = re.compile(r"cis|sin|cos|tan|cot|sec|csc")
-_OHM = re.compile(r"(?<=[\d}])\s*\\Omega$")
-_PERCENT = re.compile(r"\s*(?:%|(?:\\text\{\s*)?\b(?:percent(?:age)?|per cent|pct)(?:\s*\})?)$")
-_WORDS = re.compile(r"(?<=[\d)}\].!])\s*((?:/\s*)?[A-Za-z][A-Za-z' ./-]{0,40}" + _EXPONENT + r")$")
-_RATE = re.compile(r"/\s*|an? ")
+_OHM = re.compile(r"(?<=[\d}])\s*\\Omega$")  # `5 \Omega`
+_PERCENT = re.compile(r"\s*(?:%|(?:\\text\{\s*)?\b(?:percent(?:age)?|per cent|pct)(?:\s*\})?)$")  # `40%`
+_WORDS = re.compile(r"(?<=[\d)}\].!])\s*((?:/\s*)?[A-Za-z][A-Za-z' ./-]{0,40}" + _EXPONENT + r")$")  # `5 cm`, `60/day`
+_RATE = re.compile(r"/\s*|an? ")  # `/day`, `an hour`
+# `5 `, `-2.5e3 `, `2 \times 10^{-3} `: behind a plain number stands a unit, behind `5x ` a variable
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+|\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*-?\d+\s*\}?)?\s+")
 
 

@@ -19,39 +19,41 @@ _BRACKETS = re.compile(r"\\[{}]|\\[lr]angle(?![A-Za-z])|\\(?:begin|end)\s*\{[a-z
 _OPEN, _CLOSE = {"(", "[", "{", r"\{", r"\langle"}, {")", "]", "}", r"\}", r"\rangle"}
 _SHAPES = {"(": "(", "[": "[", r"\{": "{", r"\langle": "("}
 _ENDS = {")": ")", "]": "]", r"\}": "}", r"\rangle": ")"}
-_UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
-_MINUS = re.compile(r"\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")
-_IN = re.compile(r"\\in(?![A-Za-z])")
-_OR = re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])")
-_AND = re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])")
+_UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*[Uu]\s*(?=[(\[])")  # `[1,2] \cup (3,4]`, `[1,2] U (3,4]`
+_MINUS = re.compile(r"\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")  # `\mathbb{R} \setminus \{0\}`
+_IN = re.compile(r"\\in(?![A-Za-z])")  # `x \in A`
+_OR = re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])")  # `1 or 2`, but not `for` and `\or`
+_AND = re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])")  # `1, 2; 3, and 4`
 _LIST = re.compile(rf"{_AND.pattern}|(?:[,;]\s*)?{_OR.pattern}")
 _COMMA, _COLON = re.compile("[,;]"), re.compile(":")
 _SIGN = re.compile(r"<=|>=|==|!=|[=<>]|\\(?:le|ge|ne|in|approx|lt|gt)(?![A-Za-z])")
-_CROSS = re.compile(r"(?<=[\d)])\s*[xX]\s*(?=[\d(]|\\dollar(?![A-Za-z]))")
-_MONEY = re.compile(r"\\dollar(?=\s*[\d.])")
+_CROSS = re.compile(r"(?<=[\d)])\s*[xX]\s*(?=[\d(]|\\dollar(?![A-Za-z]))")  # `12 x 5`
+_MONEY = re.compile(r"\\dollar(?=\s*[\d.])")  # `\dollar 5`
 _SIGNS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", "==": "=", r"\lt": "<", r"\gt": ">"}
 _THOUSANDS = re.compile(  # no list without blanks, `1,000,2`, and no mixed number, `1 200/300`
     r"(?<![\w.,])\d{1,3}(?:(?:,\d{3})+(?!\d|,\d)|(?: \d{3})+(?![\d,]| *\d| ?/ ?\d))", re.ASCII
 )
-_NUMERAL = re.compile(
+_NUMERAL = re.compile(  # digits, then the base: `17_8`, `17_{\text{eight}}`, `17 (base 8)`, `17 \text{ in base eight}`
     r"\(?([0-9A-Za-z]*\d[0-9A-Za-z]*)\)?\s*"
     r"(?:_\s*(?:\{\s*\(?(?:\\text\{)?\s*(\w+)\s*\}?\)?\s*\}|(\d))"
     r"|[({ ]*(?:\\text\{)?\s*(?:in )?base[\s}-]*(\w+)[\s})]*)",
     re.ASCII,
 )
-_CLOCK = re.compile(
+_CLOCK = re.compile(  # `10:30`, `1:02:03.5`, `10 am`, `10:30 \text{ p.m.}`
     r"(\d{1,6}(?:\s*:\s*\d{1,6}(?:\.\d+)?)*)\s*(?:\\text\{)?\s*(a\.?\s?m\.?|p\.?\s?m\.?)?\s*\}?",
     re.IGNORECASE | re.ASCII,
 )
+# `\begin{pmatrix} 1 & 2 \row 3 & 4 \end{pmatrix}`, `\begin{array}{cc} 1 & 2 \end{array}`
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _NO_WORDS = ("or", "and", "inf", "infinity")
-_LETTERS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
+_LETTERS = re.compile(r"[A-Za-z][A-Za-z' .-]*")  # `St. John's`, `one-half`
 _NUMBER_NAMES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty"
 )
 _NUMBERS = {name: n for n, name in enumerate(_NUMBER_NAMES.split())}
 _REALS = (r"\mathbb{R}", r"\mathbf{R}", "all real numbers", "all reals", "the set of all real numbers")
+# the inside of `\{x \mid x < 3\}`, `\{x \in \mathbb{R} : x < 3\}`
 _BUILT = re.compile(r"\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|[|:])(.*)")
 _SUBSCRIPT = r"(?:_(?:\w|\{[^{}]*\}))?"
 _NAME = re.compile(  # a variable or a word; with an argument: f(x), P(X=2), f^{-1}(x); dy/dx, a point, a ratio
@@ -127,7 +129,7 @@ def _simple(text: str) -> Form | None:
         half = "".join(re.findall("[apm]", (found[2] or "").lower()))
         clock = f"{found[1]}:0" if ":" not in found[1] else found[1]  # 10 am is 10:00 am
         return Several(half or ":", tuple(Amount(read_expression(part.strip())) for part in clock.split(":")))
-    if found := re.fullmatch(r"\(?\s*(?:\\text\{)?\(?\s*([A-Za-z])\s*\)?\}?\s*\)?[.:]?", text):
+    if found := re.fullmatch(r"\(?\s*(?:\\text\{)?\(?\s*([A-Za-z])\s*\)?\}?\s*\)?[.:]?", text):  # (C), \text{(C)}.
         return Amount(Sym(found[1]))
     if found := _MATRIX.fullmatch(text):
         rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", found[2].replace(r"\hline", ""))]

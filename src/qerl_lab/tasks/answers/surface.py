@@ -93,30 +93,30 @@ _REPLACEMENTS = [
     (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
 ]
 _COMPILED_REPLACEMENTS = [(re.compile(pattern), replacement) for pattern, replacement in _REPLACEMENTS]
-_DOLLAR = re.compile(r"(?<!\\)\$")
+_DOLLAR = re.compile(r"(?<!\\)\$")  # `$`, but not `\$`
 # TeX's separators of thousands separate nothing else, so they also count in brackets, where `1,800` is two numbers.
 _COMMA = r"\s*(?:\{\s*,\s*\}|,\s*\\!|\\,)\s*"
 _TYPESET_NUMBER = re.compile(rf"(?<![\w.,])\d{{1,3}}(?:{_COMMA}\d{{3}})+(?!{_COMMA}\d|\d|[, ]\d{{3}})", re.ASCII)
 _ESCAPED_TWICE = re.compile(r"(?:[^\\]|\\\\)*\\\\[A-Za-z]{2}(?:[^\\]|\\\\)*")  # every backslash is doubled
-_BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
+_BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")  # `\boxed{5}`
 _SO = r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)"
 _ANSWER = r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
-_LEAD_IN = re.compile(
+_LEAD_IN = re.compile(  # `The answer is 5`, `So the final answer: 5`, `Thus, 5`, `is 5`; `the answer 5`; `option C`
     rf"{_SO}*{_ANSWER}\s*(?:(?:is|are|to be|equals|:|=)\s*)+|(?:{_SO}+|(?:is|are|equals)\s)(?=\S)"
     rf"|{_ANSWER}\s+(?=[-+]?[\d.]|[(\[\\])"
     r"|(?:option|choice)\s+(?=\(?[A-Z]\b)",
     re.IGNORECASE,
 )
-_LEAD_OUT = re.compile(rf"(?<=\S)\s+(?:is|are)\s+{_ANSWER}\Z", re.IGNORECASE)
-_SENTENCE = re.compile(
+_LEAD_OUT = re.compile(rf"(?<=\S)\s+(?:is|are)\s+{_ANSWER}\Z", re.IGNORECASE)  # `5 is the answer`
+_SENTENCE = re.compile(  # `Tom has 5`, `The cost of a ticket is: 5`
     r"[A-Za-z][A-Za-z' ]{0,80}\b(?:is|are|was|were|be|equals|has|have|makes|gets|needs|costs|earns)[\s:]+(?=\S)"
 )
 _LABEL = re.compile(  # `Total cost:`, `Total cost =`; a single word before `=` is a name, handled in `reading`
     r"([A-Za-z]{3,}[A-Za-z' ]{0,80}?)\s*:\s*(?=\S)|([A-Za-z]{3,}(?: [A-Za-z']{2,})+)\s*=\s*(?=\S)"
 )
 _ORNAMENTS = "✅✔✓☑★⭐✨🌟🎉🎊🎯🏆👍👉💡📝📌🔥🚀😀😃😄😊🙂🥳\N{VARIATION SELECTOR-16}"  # none means no, or a number
-_ORNAMENT = re.compile(rf"^(?:[{_ORNAMENTS}]|#{{1,6}}\s)\s*|\s*[{_ORNAMENTS}]$")
-_EMPHASIS = re.compile(
+_ORNAMENT = re.compile(rf"^(?:[{_ORNAMENTS}]|#{{1,6}}\s)\s*|\s*[{_ORNAMENTS}]$")  # `✅ 5`, `## 5`, `5 🎉`
+_EMPHASIS = re.compile(  # `**5**`, `_5_`, `*5*, *6* and *7*`
     r"(?:^|(?<=[,;] )|(?<=\band )|(?<=\bor ))(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1(?![\w*])"
 )
 DOUBTS = re.compile(
