@@ -118,7 +118,8 @@ def plan(options: PlanOptions) -> None:
         runs = [planned for planned in queue.runs if planned.part_in(parts) is part]
         left = [planned for planned in all_left if planned.part_in(parts) is part]
         done = sum(queue.is_done(planned.key) for planned in runs)
-        minutes = seconds(left or runs) / 60 / max(1, len(left or runs))
+        timed = left or runs
+        minutes = seconds(timed) / 60 / max(1, len(timed))
         hours = seconds(left) / at_once / 3600
         rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours:.1f}"])
     print(columns(rows))
@@ -142,10 +143,10 @@ def plan(options: PlanOptions) -> None:
             f"directory: {some_of(lacking)}"
         )
     spent = 0.0
+    share = f", divided by {at_once} runs at once" if at_once > 1 else ""
     for planned in all_left:
         estimate, remaining = estimates[planned.key], options.minutes - spent
         needed = estimate.seconds / at_once / 60
-        share = f", divided by {at_once} runs at once" if at_once > 1 else ""
         described = f"{needed:.1f} minutes ({estimate.source}{share})"
         if needed > remaining:
             print(
@@ -177,11 +178,13 @@ def run(options: RunOptions) -> None:
     make_directory(pack, f"pack={pack}")
     waiting = [planned for planned in queue.left() if planned.part_in(queue.chosen)]
     queue.refuse_unregistered(waiting)
-    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
-    machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())
+    gpus = [str(number) for number in range(options.gpus)]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        gpus = visible.split(",")[: options.gpus]
+    machine = Machine(queue, options, GpuPool(gpus, options.jobs), time.monotonic())
     done = [planned for planned in queue.runs if planned.part_in(queue.chosen) and queue.is_done(planned.key)]
     to_make = [planned for planned in (*done, *waiting) if machine.has_work(planned)]
-    # The others ended here and were not collected, perhaps because their packs were lost.
+    # These ended here and were not collected, perhaps because their packs were lost.
     packed_again = [planned for planned in waiting if planned not in to_make]
     for planned in packed_again:
         machine.pack(planned)

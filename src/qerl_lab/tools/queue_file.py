@@ -250,7 +250,8 @@ def read(path: Path, extra: Sequence[str] = (), chosen: Sequence[str] = ()) -> Q
     claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
     with terminal.ProgressBar("composing the runs", len(parts), unit="part") as bar:  # takes ten seconds for 300 runs
         for part in parts:
-            for run in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
+            words_of_part = [*words, *claims] if part.preregistered else words
+            for run in _runs_of_part(part, words_of_part, extra):
                 known = runs.setdefault(run.key, run)
                 if known.part.preregistered != part.preregistered:
                     raise ConfigError(
@@ -315,8 +316,9 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):
-            config, of_seed = replace(job.config, seed=seed), tuple(join_overrides(job.overrides, [f"seed={seed}"]))
-            runs.append(Planned(key_of(config), [part], of_seed, config))
+            config = replace(job.config, seed=seed)
+            overrides = join_overrides(job.overrides, [f"seed={seed}"])
+            runs.append(Planned(key_of(config), [part], tuple(overrides), config))
     return sorted(runs, key=lambda run: run.config.seed)
 
 
