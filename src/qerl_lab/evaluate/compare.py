@@ -6,7 +6,7 @@ An arm is one configuration with all of its seeds. The module `summary` explains
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +113,8 @@ def read_arm(path: str) -> dict[int, Evaluated]:
             raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again with overwrite=true.")
         if folder != top:
             _refuse_outgrown(folder, about)
-        first, seed = next(iter(by_seed.values())).about if by_seed else about, int(about["run_seed"])
+        first = next(iter(by_seed.values())).about if by_seed else about
+        seed = int(about["run_seed"])
         mine, others = identity_of(about), identity_of(first)
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
         differ += differing_keys(about["arm"], first["arm"])
@@ -193,14 +194,14 @@ def shared_groups(pairs: Pairs) -> tuple[list[Group], list[str]]:
     because both engines compute the same. Raises ConfigError if no group is in all evaluations.
     """
     notes = list[str]()
-    every = [evaluated.groups for pair in pairs for evaluated in pair]
-    groups = dict.fromkeys(group for rows in every for group in rows)
-    if all(evaluated.about["own_is_common"] for pair in pairs for evaluated in pair):
+    every = list(chain(*pairs))
+    groups = list(dict.fromkeys(chain(*(evaluated.groups for evaluated in every))))  # each once
+    if all(evaluated.about["own_is_common"] for evaluated in every):
         notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
-        groups = dict.fromkeys(group for group in groups if group[1] == OWN)
-    shared = [group for group in groups if all(group in rows for rows in every)]
+        groups = [group for group in groups if group[1] == OWN]
+    shared = [group for group in groups if all(group in evaluated.groups for evaluated in every)]
     if not shared:
-        a, b = ("; ".join(", ".join(group) for group in rows) for rows in every[:2])
+        a, b = ("; ".join(", ".join(group) for group in evaluated.groups) for evaluated in pairs[0])
         raise ConfigError(f"A has {a} and B {b}, so that they are no pairs. Evaluate B again as A was.")
     for group in groups:
         if group not in shared:
@@ -219,14 +220,15 @@ def differences(pairs: Pairs, groups: Sequence[Group]) -> Iterator[Difference]:
     """
     for group in groups:
         benchmark, engine, sampling = group
-        rows_a, rows_b = ([pair[side].groups[group] for pair in pairs] for side in (0, 1))  # of each seed
-        for sides, (what, key) in product(zip(rows_a, rows_b, strict=True), PAIRED.items()):
-            a, b = (set(rows[key].itertuples(index=False, name=None)) for rows in sides)
-            if a != b:
-                raise ConfigError(
-                    f"{benchmark}: A and B are no pairs, {len(a - b)} {what} are in A only, {len(b - a)} in B. "
-                    "Evaluate both alike."
-                )
+        rows_a, rows_b = [a.groups[group] for a, _ in pairs], [b.groups[group] for _, b in pairs]  # of each seed
+        for seed_a, seed_b in zip(rows_a, rows_b, strict=True):
+            for what, key in PAIRED.items():
+                in_a, in_b = (set(rows[key].itertuples(index=False, name=None)) for rows in (seed_a, seed_b))
+                if in_a != in_b:
+                    raise ConfigError(
+                        f"{benchmark}: A and B are no pairs, {len(in_a - in_b)} {what} are in A only, "
+                        f"{len(in_b - in_a)} in B. Evaluate both alike."
+                    )
         samples = int(rows_a[0]["draw"].max()) + 1
         measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": summary.accuracies}
         measures |= {f"pass@{k}": partial(summary.pass_rates, k=k) for k in values_of_k(samples) if k > 1}
