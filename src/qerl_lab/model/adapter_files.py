@@ -50,7 +50,8 @@ def check(cfg: RunConfig) -> None:
         has = shell_line([f"lora.{key}={value}" for key, value in differ.items()])
         of_run = " ".join(f"lora.{key}={spell_value(getattr(lora, key))}" for key in differ)
         raise ConfigError(f"{setting} has {has}, and this run has {of_run}. Type {has}.")
-    if lora.start_hash not in (None, found := file_hash(folder / WEIGHTS)):
+    found = file_hash(folder / WEIGHTS)
+    if lora.start_hash not in (None, found):
         raise ConfigError(
             f"{setting} was another adapter when the run was composed (lora.start_hash={lora.start_hash}, now "
             f"{found}). Put it back as it was, or start a new run."

@@ -49,7 +49,8 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
             f"task.module={cfg.module} was the file of task.module_hash={cfg.module_hash} when the run was composed, "
             "and is gone. Put that file there; a link to it will do."
         )
-    if cfg.module_hash not in (None, found := module_hash(cfg.module)):
+    found = module_hash(cfg.module)
+    if cfg.module_hash not in (None, found):
         raise ConfigError(
             f"task.module={cfg.module} was another file when the run was composed (task.module_hash={cfg.module_hash}, "
             f"now {found}). Put it back as it was, or start a new run."
