@@ -163,10 +163,12 @@ def check_tensors(
     stored, patterns = set(source.names), [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
     ignored = {name for name in stored if any(re.search(pattern, name) for pattern in patterns)}
     extra = sorted(stored - expected - ignored - set(tied_names(model)))
-    if (missing := sorted(expected - stored)) or extra:
+    missing = sorted(expected - stored)
+    if missing or extra:
         kind = f"packed in {weight_format.NAME}" if packed else "dense"
         found = [f"{some_of(missing, 1)} missing"] if missing else []
-        found += [f"{some_of(extra, 1)} in no module"] if extra else []
+        if extra:
+            found.append(f"{some_of(extra, 1)} in no module")
         file = source.where((extra or sorted(stored))[0])
         if any(".experts." in name for name in missing):
             found.append("the lab does not merge the tensors of experts, as transformers does; type another model")
@@ -177,7 +179,8 @@ def check_tensors(
     for name, shape in dense.items():
         if source.shape(name) != shape:
             raise ValueError(f"{source.where(name)}: {name} is {list(source.shape(name))}, the model has {list(shape)}")
-        if (dtype := source.dtype(name)) not in STORED_DTYPES:  # codes without their scales would be cast as they are
+        dtype = source.dtype(name)
+        if dtype not in STORED_DTYPES:  # codes without their scales would be cast as they are
             allowed = ", ".join(str(stored).removeprefix("torch.") for stored in STORED_DTYPES)
             raise ValueError(f"{source.where(name)}: {name} is {dtype}; allowed: {allowed}")
 
