@@ -28,10 +28,15 @@ def write(
     unless a single fused layer or copied tensor is larger. Raises ValueError, naming file and tensor, for a weight that
     the format cannot store, or NaN or Inf in a copied tensor. Raises OSError, naming the file, if writing fails.
     """
-    fused = {f"{name}.weight": [f"{part}.weight" for part in group]
-             for group in fused_groups(list(linears)) for name in group}  # fmt: skip
+    fused: dict[str, list[str]] = {}  # each weight to pack -> all weights of its fused layer
+    for group in fused_groups(list(linears)):
+        weights = [f"{name}.weight" for name in group]
+        fused |= dict.fromkeys(weights, weights)
     # The tensors that are read together, by the first of them: the weights of a fused layer, or one to copy.
-    units = {names[0]: names for names in (fused.get(name, [name]) for name in source.names)}
+    units: dict[str, list[str]] = {}
+    for name in source.names:
+        names = fused.get(name, [name])
+        units[names[0]] = names
 
     def output_bytes(names: list[str]) -> int:
         if names[0] not in fused:
