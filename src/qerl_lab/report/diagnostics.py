@@ -131,11 +131,10 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
     across = min(PANELS_ACROSS, len(panels))
     levels = [panels[first : first + across] for first in range(0, len(panels), across)]  # panels side by side
     tallest = [max(map(len, level)) for level in levels]
-    lines = sum(
-        max(text_of(own[0].claim).count("\n") for own in level)
-        for level in levels
-        for text_of in (_title_of, _label_of)
-    )
+    lines = 0  # of text above and below the panels
+    for level in levels:
+        lines += max(_title_of(own[0].claim).count("\n") for own in level)
+        lines += max(_label_of(own[0].claim).count("\n") for own in level)
     size = (4.4 * across, 0.3 + 0.9 * len(levels) + 0.17 * lines + 0.5 * sum(tallest))
     figure, axes = plt.subplots(len(levels), across, figsize=size, squeeze=False, height_ratios=tallest)
     for number, (axis, own) in enumerate(zip(axes.flat, panels, strict=False)):
@@ -151,8 +150,10 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         marks.append(Line2D([], [], color="black", marker="o", mfc="white", label="too few seeds for a verdict"))
     if any(row.contrast.printed for row in measured):
         marks.append(Line2D([], [], **PRINTED, label="the paper's effect"))
-    columns = 3 if across > 1 else 1  # one panel is narrower than two entries of the legend
-    figure.set_figheight(size[1] + (0.2 * (len(marks) - 1) if columns == 1 else 0))
+    columns = 3
+    if across == 1:  # one panel is narrower than two entries of the legend
+        columns = 1
+        figure.set_figheight(size[1] + 0.2 * (len(marks) - 1))
     figure.legend(handles=marks, loc="outside lower left", ncols=columns)
     return figure
 
