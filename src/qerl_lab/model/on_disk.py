@@ -276,8 +276,8 @@ def _check_layer_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) 
             hint = f" Type for example {key}={spell_list(allowed if is_default else allowed[:1])}."
         raise ConfigError(f"{key}: {entry!r} is no {kind} of {setting}; allowed: {', '.join(allowed)}.{hint}")
 
-    for entry in [] if cfg.trains_all else cfg.lora.target_modules:
-        if not any(f".{name}".endswith(f".{entry}") for name in linears):
+    for entry in cfg.lora.target_modules:
+        if not cfg.trains_all and not any(f".{name}".endswith(f".{entry}") for name in linears):
             refuse("lora.target_modules", entry, "Linear layer", ends, LoraConfig().target_modules)
     for entry in cfg.aqn.norms:
         if entry not in norms:
