@@ -133,7 +133,11 @@ class _Reader:
         while self.sees("+", "-", "pm", "mp"):
             sign = self.take().text
             term = self.term()
-            terms.append(term if sign == "+" else Op("neg" if sign == "-" else sign, (term,)))
+            if sign == "-":
+                term = Op("neg", (term,))
+            elif sign != "+":
+                term = Op(sign, (term,))
+            terms.append(term)
         return terms[0] if len(terms) == 1 else Op("+", tuple(terms))
 
     def term(self) -> Node:

@@ -57,14 +57,18 @@ def _ends(form: Form) -> list[Value]:
     """
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
-        is_variable = all(isinstance(node, Sym) or node.name == "call" for node in _bounded_terms(form))  # type: ignore[union-attr]
+        is_variable = all(
+            isinstance(term, Sym) or (isinstance(term, Op) and term.name == "call") for term in _bounded_terms(form)
+        )
         if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not is_variable:
             raise Unreadable("no inequality for one variable")
         ends = [_number(Amount(side)) for side in numbers]
         return [*ends, *(-end for end in ends)]
-    if isinstance(form, Several) and form.kind in ("or", "minus"):
+    if not isinstance(form, Several):
+        raise Unreadable("no set")
+    if form.kind in ("or", "minus"):
         return [end for part in form.parts for end in _ends(part)]
-    if not isinstance(form, Several) or form.kind[:1] not in ("(", "[", "{"):
+    if form.kind[:1] not in ("(", "[", "{"):
         raise Unreadable("no set")
     ends = [_number(part) for part in form.parts]
     if form.kind == "{}":

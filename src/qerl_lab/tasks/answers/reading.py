@@ -235,7 +235,8 @@ def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Fo
     if len(signs) > 1 and signs[-1] == r"\approx":  # x = 5\sqrt{2} \approx 7.07
         sides, signs = sides[:-1], signs[:-1]
     if signs == [r"\approx"]:
-        return _read(sides[0] if sides[0].strip() and not _is_name(sides[0]) else sides[1], nesting + 1)
+        left, right = sides
+        return _read(right if not left.strip() or _is_name(left) else left, nesting + 1)
     if r"\in" in signs or r"\approx" in signs:
         raise Unreadable(text)
     if signs == ["="] and _is_name(sides[1]) and not _is_name(sides[0]):
@@ -293,7 +294,9 @@ def _bracketed(text: str, nesting: int) -> Form | None:
     parts, _ = _split(inside, depths, _COMMA)
     if len(parts) > 1:
         return _several(kind, parts, nesting)
-    return _read(inside, nesting + 1) if kind in ("()", "[]") and not _split(inside, depths, _LIST)[1] else None
+    if kind not in ("()", "[]") or _split(inside, depths, _LIST)[1]:
+        return None
+    return _read(inside, nesting + 1)
 
 
 def _amount(text: str) -> Form:
