@@ -222,7 +222,11 @@ def _interval(
     means is taken to be at least `least_variance`.
     """
     mean, low, high = stats.over_seeds(values_S_Q, least=least_variance)
-    low, high = low if has_end[0] else -math.inf, high if has_end[1] else math.inf
+    has_low, has_high = has_end
+    if not has_low:
+        low = -math.inf
+    if not has_high:
+        high = math.inf
     if not claim.is_ratio:
         return mean, low, high
     return math.exp(mean), math.exp(low) if math.isfinite(low) else low, math.exp(high)

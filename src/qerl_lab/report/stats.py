@@ -191,8 +191,11 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
         raise ValueError("an interval of a share needs a value in [0, 1] for each of one question or more")
     mean, error_square = values.mean(), values.var() / len(values)
     most, spread = len(values) * samples, mean * (1 - mean)
-    draws = most if error_square * most <= spread else spread / error_square
-    draws = draws if spread > 0 else len(values)  # all right or all wrong: a question counts once
+    draws: float = most
+    if spread <= 0:  # all right or all wrong: a question counts once
+        draws = len(values)
+    elif error_square * most > spread:
+        draws = spread / error_square
     z = stats.norm.ppf(0.975)
     center = (mean + z**2 / (2 * draws)) / (1 + z**2 / draws)
     half = z / (1 + z**2 / draws) * np.sqrt(spread / draws + z**2 / (4 * draws**2))
