@@ -153,8 +153,10 @@ def _panels(arms: Sequence[str], styles: Mapping[str, Mapping[str, Any]], most: 
     panels = list[Sequence[str]]()
     for group in formats:
         size = len(group) if len(group) <= most else PAIR
-        starts = range(-(-len(group) % size), len(group), size)
-        panels += [group[max(start, 0) : start + size] for start in starts]
+        alone = len(group) % size
+        if alone:
+            panels.append(group[:alone])
+        panels += [group[start : start + size] for start in range(alone, len(group), size)]
     return panels
 
 
