@@ -88,8 +88,10 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     files["arms.csv"] = comparison.by_arm(compared, baseline).to_csv(index=False, float_format="%.6g").encode()
     files["report.html"] = html(compared, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, stored)
-    for old in {old for name in OPTIONAL for old in folder.glob(f"figures/{name}")} - {folder / name for name in files}:
-        old.unlink()
+    written = {folder / name for name in files}
+    for name in OPTIONAL:
+        for old in set(folder.glob(f"figures/{name}")) - written:
+            old.unlink()
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / name, data)
