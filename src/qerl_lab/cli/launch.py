@@ -251,8 +251,10 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest)
     """
     first_failed, kill_time, is_told = None, math.inf, False
     while running := [child for child in children if child.poll() is None]:
-        if first_failed is None and (first_failed := _first_failed(children)) is not None:
-            kill_time = time.monotonic() + GRACE_SECONDS
+        if first_failed is None:
+            first_failed = _first_failed(children)
+            if first_failed is not None:
+                kill_time = time.monotonic() + GRACE_SECONDS
         if time.monotonic() > kill_time or request.aborts:
             for child in running:
                 child.kill()
