@@ -172,7 +172,8 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
             is_shared = all(others.get(key) == words[key] for _, others in jobs)
             if is_shared and any(key not in of_job for of_job in inert):
                 continue
-            row, where = inert[number][key], f"job {number}: " if len(jobs) > 1 else ""
+            row = inert[number][key]
+            where = f"job {number}: " if len(jobs) > 1 else ""
             given = " and ".join(f"{other}={value}" for other, value in settings_of(row.when, values_of(cfg)).items())
             raise ConfigError(
                 f"{where}{key}={words[key]} does nothing in a run with {given}. "

@@ -92,7 +92,8 @@ def _format_options(group: str, default: str | None = None) -> list[str]:
 
 def dry_run_table(plan: Plan) -> str:
     """Format the table of a dry run: the jobs of a command, one per line, with the overrides in which they differ."""
-    rows, overrides_of_jobs = [], split_overrides(plan.jobs)[1] if plan.multirun else [[]]
+    rows = []
+    overrides_of_jobs = split_overrides(plan.jobs)[1] if plan.multirun else [[]]
     not_repeated = ("experiment", "seed", "dry_run")  # keys that the text shows elsewhere
     for job, overrides in zip(plan.jobs, overrides_of_jobs, strict=True):
         cfg = job.config

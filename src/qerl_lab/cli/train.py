@@ -237,7 +237,8 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
     if not given.strip():  # a variable of the shell that is not set; as a path it would be this directory
         raise ConfigError("resume= is empty; allowed: the directory of a run or a sweep. Type resume=RUN_DIR.")
     for key, text in added.items():
-        number, field = int(text) if text.isdecimal() else text, field_of_key(key)
+        number = int(text) if text.isdecimal() else text
+        field = field_of_key(key)
         check_type(key, field, number)
         check_bounds(key, field.metadata, number)
     directory = Path(given).expanduser().absolute()

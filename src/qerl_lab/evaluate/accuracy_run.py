@@ -135,7 +135,8 @@ def _parts_of(cfg: RunConfig, task: Task, engine: str, loaded: Policy, samples: 
 
     Leaves out questions longer than max_prompt_tokens. Raises ConfigError if all are.
     """
-    limit, batches = cfg.rollout.max_prompt_tokens, 1 if cfg.rollout.engine == "transformers" else 4
+    limit = cfg.rollout.max_prompt_tokens
+    batches = 1 if cfg.rollout.engine == "transformers" else 4
     lengths = [len(loaded.chat.prompt_ids(task.messages(question))) for question in task.heldout]
     fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
     if not fitting:

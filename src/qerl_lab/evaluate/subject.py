@@ -167,8 +167,10 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
     If none is named, loads the run's own task (`cfg.task`). Raises ConfigError if a task cannot be read or has no
     questions.
     """
-    benchmarks, task_of_run = [], cfg.task if options.run else None
-    for chosen in [task_config(task_of_run, *split_name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
+    task_of_run = cfg.task if options.run else None
+    named = [task_config(task_of_run, *split_name_and_path(spec)) for spec in options.benchmarks]
+    benchmarks = []
+    for chosen in named or [cfg.task]:
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
         task = load_questions(chosen, f"benchmarks={chosen.name}:")

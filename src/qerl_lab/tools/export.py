@@ -97,7 +97,8 @@ def export(options: ExportOptions) -> None:
         else:
             policy.adapter_tensors(run.adapter)  # raises for damaged weights
             shutil.copyfile(run.adapter / WEIGHTS, out / WEIGHTS)
-            settings, base_name = LoraConfig.from_pretrained(run.adapter), path if is_on_hub else str(base)
+            base_name = path if is_on_hub else str(base)
+            settings = LoraConfig.from_pretrained(run.adapter)
             settings.base_model_name_or_path = str(options.folder / "base") if options.base else base_name
             settings.revision = cfg.model.revision
             settings.target_modules = sorted(settings.target_modules)  # PEFT keeps a set, which has no fixed order

@@ -138,7 +138,8 @@ def collect(
         rollout = ranks.run_on_all(ask, EngineFailed)
         if rollout:
             if rollout.has_nan:
-                level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
+                level = aqn.level(cfg.aqn, step, cfg.steps)
+                key = "kl" if cfg.aqn.unit == "kl" else "sigma"
                 raise Diverged(
                     f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
                     f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
