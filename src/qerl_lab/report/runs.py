@@ -94,9 +94,12 @@ class Run:
         Each ends a second early, because starts are recorded in whole seconds, rounded down.
         """
         begin = datetime.fromisoformat(self.origin.began).timestamp() if self.origin.began else self.ended
-        pauses = [tuple(map(float, pause.split("-"))) for pause in self.origin.pauses.split()]
-        begins, ends = [begin, *(end for _, end in pauses)], [*(start for start, _ in pauses), self.ended]
-        return [(begin, end - 1) for begin, end in zip(begins, ends, strict=True)]
+        spans = []
+        for pause in self.origin.pauses.split():
+            stopped, resumed = map(float, pause.split("-"))
+            spans.append((begin, stopped - 1))
+            begin = resumed
+        return [*spans, (begin, self.ended - 1)]
 
     def value(self, key: str) -> str:
         """Return the setting `key` as text, or `ABSENT` if the run's record (of another version, say) lacks the key."""
