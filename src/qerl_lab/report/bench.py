@@ -152,12 +152,11 @@ def notes(rows: pd.DataFrame) -> list[str]:
     These are baselines with overrides, settings of `SETTINGS` that differ, and GPU clocks that differ by more than the
     share `CLOCKS_APART`.
     """
-    sentences = [
-        f'"of {label}" is the ratio to {arm}'
-        for base, label in (("bf16", "BF16"), ("qlora", "QLoRA"))
-        for arm in rows.get(f"base_{base}", pd.Series(dtype=str)).dropna().unique()
-        if "=" in arm
-    ]
+    sentences = []
+    for base, label in (("bf16", "BF16"), ("qlora", "QLoRA")):
+        for arm in rows.get(f"base_{base}", pd.Series(dtype=str)).dropna().unique():
+            if "=" in arm:
+                sentences.append(f'"of {label}" is the ratio to {arm}')
     for name in [name for name in SETTINGS if name in rows]:
         values = rows[name].dropna().convert_dtypes().astype(str)
         arms = rows["arm"].groupby(values, sort=False).unique()
@@ -178,9 +177,12 @@ def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
     A format string names columns of the data frame. A cell is a dash if a column in its format string is missing or
     nan.
     """
-    names = {form: [name for _, name, _, _ in Formatter().parse(form) if name] for _, form in spec}
-    cells = [
-        [NONE if any(pd.isna(row.get(name)) for name in names[form]) else form.format_map(row) for _, form in spec]
-        for row in rows.to_dict("records")
-    ]
-    return [[head for head, _ in spec], *cells]
+    table = [[head for head, _ in spec]]
+    for row in rows.to_dict("records"):
+        cells = []
+        for _, form in spec:
+            names = [name for _, name, _, _ in Formatter().parse(form) if name]
+            is_missing = any(pd.isna(row.get(name)) for name in names)
+            cells.append(NONE if is_missing else form.format_map(row))
+        table.append(cells)
+    return table

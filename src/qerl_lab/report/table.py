@@ -82,7 +82,11 @@ def without_empty_columns(rows: Rows, keep_first: int = 1) -> tuple[Rows, list[s
 def without_constant_columns(rows: Rows, heads: Iterable[str]) -> tuple[Rows, str]:
     """Drop columns among `heads` that have one value in all rows; return the rows and a sentence with these values."""
     head, *body = rows
-    alike = {n: body[0][n] for n, name in enumerate(head) if name in set(heads) and len({row[n] for row in body}) == 1}
+    wanted, alike = set(heads), dict[int, str]()
+    for n, name in enumerate(head):
+        texts = {row[n] for row in body}
+        if name in wanted and len(texts) == 1:
+            alike[n] = texts.pop()
     constants = ", ".join(f"{head[n]} {text}" for n, text in alike.items())
     kept = [[cell for n, cell in enumerate(row) if n not in alike] for row in rows]
     return kept, f" In every row: {constants}." if constants else ""
