@@ -80,9 +80,10 @@ def check(options: QuantizeOptions) -> None:
         )
     is_rounded, defaults = options.method == "rtn", QuantizeOptions()
     unread = dict.fromkeys(CALIBRATION, "method=awq and method=gptq") if is_rounded else {}
-    owners = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
-    unread |= {key: f"format={owner} with method=rtn" for key, owner in owners.items()
-               if owner != options.format or not is_rounded}  # fmt: skip
+    for f in fields(FormatConfig):
+        owner = f.metadata["only"]
+        if owner and (owner != options.format or not is_rounded):
+            unread[f.name] = f"format={owner} with method=rtn"
     for key, reader in unread.items():
         if (value := getattr(options, key)) != getattr(defaults, key):
             raise ConfigError(
