@@ -132,9 +132,11 @@ def worked_solution(rng: random.Random, problem: Problem) -> str:
     if method == "in the head":
         work = rng.choice(["in my head", "quick sum", "easy"]) + "."
     elif method == "together" and len(problem.changes) > 2:  # the gains, the losses, then both sums
-        gains, losses = [c for c in problem.changes if c > 0], [-c for c in problem.changes if c < 0]
+        gains = [change for change in problem.changes if change > 0]
+        losses = [-change for change in problem.changes if change < 0]
         sums = [_chain(rng, part[0], part[1:]) for part in (gains, losses) if len(part) > 1]
-        work = " ".join([*sums, _chain(rng, problem.start, [c for c in (sum(gains), -sum(losses)) if c])])
+        totals = [total for total in (sum(gains), -sum(losses)) if total]
+        work = " ".join([*sums, _chain(rng, problem.start, totals)])
     else:
         order = list(problem.changes)
         while method == "any order":
