@@ -243,11 +243,12 @@ def _refuse_mislabelled_experiment(
     now, defined, usual = values_of(config), values_of(job_config(composed, {})), values_of(RunConfig())
     if changed := [key for key in declared if now[key] != defined[key]]:
         words = " ".join(f"{key}={typed[key]}" for key in suspects)
+        meant = ", ".join(f"{key}={spell_value(defined[key])}" for key in changed)
         instead = " ".join(f"{key}={spell_value(now[key])}" for key in declared if now[key] != usual[key])
+        also = f" and type {instead}" if instead else ""
         raise ConfigError(
-            f"{words} changes what experiment={arm} stands for "
-            f"({', '.join(f'{key}={spell_value(defined[key])}' for key in changed)}), and the run would keep its name. "
-            f"Leave {words} out, or leave experiment={arm} out{instead and f' and type {instead}'}."
+            f"{words} changes what experiment={arm} stands for ({meant}), and the run would keep its name. "
+            f"Leave {words} out, or leave experiment={arm} out{also}."
         )
 
 

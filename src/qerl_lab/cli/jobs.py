@@ -55,7 +55,10 @@ def continue_sweep(plan: Plan) -> Plan:
         is_same_code = all(session.get("code_hash") == code for session in sessions)
         if is_same_code and len(claimed) == len(jobs):
             return replace(plan, jobs=jobs, directory=directory, directory_is_fixed=True)
-        if not notes and len(claimed) in (len(jobs), len([*directory.rglob("resolved.yaml")])):
+        if notes:  # on a sweep begun later
+            continue
+        runs_there = len(list(directory.rglob("resolved.yaml")))
+        if len(claimed) in (len(jobs), runs_there):
             typed = shell_override("hydra.sweep.dir", format_path(directory))
             why, to_do = "", "run only the others"
             if not is_same_code:
