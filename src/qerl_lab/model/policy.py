@@ -271,11 +271,11 @@ def _norms_before_linears(model: PreTrainedModel) -> set[str]:
     read: list[Tensor] = []
     hooks = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear):  # first: to read the weight of a packed one would unpack it
             hooks.append(module.register_forward_pre_hook(lambda _, args: read.append(args[0])))
-        elif isinstance(weight := getattr(module, "weight", None), nn.Parameter) and weight.dim() == 1:
-            if getattr(module, "bias", None) is not None and weight.dtype != torch.float32:
-                continue
+            continue
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if isinstance(weight, nn.Parameter) and weight.dim() == 1 and (bias is None or weight.dtype == torch.float32):
             hooks.append(module.register_forward_hook(lambda _, __, output, name=name: written.update({name: output})))
     model.base_model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
     for hook in hooks:
