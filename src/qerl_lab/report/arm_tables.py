@@ -42,7 +42,9 @@ def _accuracy_table(comparison: Comparison, baseline: str | None) -> Table:
     """
     row_of_arm = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
     rows = accuracy_rows(comparison, baseline)
-    rows[0] += ["pass@n after", *(["as in Table 1", "3B there", "7B there"] if row_of_arm else [])]
+    rows[0].append("pass@n after")
+    if row_of_arm:
+        rows[0] += ["as in Table 1", "3B there", "7B there"]
     for row, (arm, runs) in zip(rows[1:], comparison.arms.items(), strict=True):
         try:
             row.append(seeds_cell(MEASURES["pass_after"].of(runs, runs), stats.SHARE))
@@ -62,8 +64,10 @@ def _accuracy_table(comparison: Comparison, baseline: str | None) -> Table:
         title += ", as in the paper's Table 1"
         of_paper = "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. "
     asked = sorted({len(run.accuracy["after"]) for runs in comparison.arms.values() for run in runs if run.accuracy})
-    numbers = " to ".join(f"{number:,}" for number in dict.fromkeys((*asked[:1], *asked[-1:])))
-    questions = f"Held-out questions of a run: {numbers}. " if asked else ""
+    questions = ""
+    if asked:
+        most = f" to {asked[-1]:,}" if len(asked) > 1 else ""
+        questions = f"Held-out questions of a run: {asked[0]:,}{most}. "
     why = "no held-out questions were evaluated"
     if "after" not in empty:
         why = "eval.samples=1, or the arms share no seed and question"
