@@ -166,7 +166,8 @@ def answer_missing_parts(
     ((sampling_name, samples),) = identity["samplings"].items()
     parts = [part for task in tasks for part in _parts_of(cfg, task, engine, loaded, samples[task.name])]
     missing = [part for part in parts if not unfinished.has(part.file)]
-    total, to_ask = (sum(len(part.questions) * samples[part.task.name] for part in some) for some in (parts, missing))
+    total = sum(len(part.questions) * samples[part.task.name] for part in parts)
+    to_ask = sum(len(part.questions) * samples[part.task.name] for part in missing)
     with terminal.ProgressBar(f"{engine} engine", total, total - to_ask, unit="completion") as bar:
         for file, task, number, questions in missing:
             seed, count = evaluation_seed(cfg.seed, task.name, number), samples[task.name]
