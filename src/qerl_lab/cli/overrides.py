@@ -127,10 +127,14 @@ def _check_override(override: Override) -> None:
     is_glob = isinstance(override.value(), Glob)  # Hydra expands it to options of a config group later
     if override.is_sweep_override() and (not override.is_discrete_sweep() or (is_glob and field)):
         raise ConfigError(f"{line} is not a list of jobs. Type -m {name}=a,b with a value for each job.")
-    for value in [] if is_glob else _given_values(override):
-        if field is None and not isinstance(value, str):  # Hydra would compose several options, or none, or raise
-            raise unknown_option_error(name, value, choices_of(name))
-        if field is None or (isinstance(value, str) and "${" in value):  # interpolations are checked after composition
+    if is_glob:
+        return
+    for value in _given_values(override):
+        if field is None:
+            if not isinstance(value, str):  # Hydra would compose several options, or none, or raise
+                raise unknown_option_error(name, value, choices_of(name))
+            continue
+        if isinstance(value, str) and "${" in value:  # interpolations are checked after composition
             continue
         if type(value) in (int, float) and field.type in TEXT:
             value = str(value)  # a commit or a directory made of digits
