@@ -134,13 +134,15 @@ def _refuse_outgrown(folder: Path, about: Mapping[str, Any]) -> None:
     `about` is the evaluation's evaluation.json. An evaluation of the base alone records no steps and passes.
     """
     run, steps = RunDirectory(folder.parent.parent), about["arm"].get("steps")
-    if steps is None or not run.is_claimed or (now := run.settings()["steps"]) == steps:
+    if steps is None or not run.is_claimed:
         return
-    raise ConfigError(
-        f"{format_path(folder)} is of step {steps}, and the run has {now} steps now. Type python -m qerl_lab.evaluate "
-        f"accuracy {shell_override('run', format_path(run.path))} and move the older evaluation out of the run, or "
-        "type the directory of one."
-    )
+    now = run.settings()["steps"]
+    if now != steps:
+        raise ConfigError(
+            f"{format_path(folder)} is of step {steps}, and the run has {now} steps now. Type python -m "
+            f"qerl_lab.evaluate accuracy {shell_override('run', format_path(run.path))} and move the older evaluation "
+            "out of the run, or type the directory of one."
+        )
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +177,8 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
         raise ConfigError(f"A has the seeds {sorted(a)} and B {sorted(b)}, none of both. Evaluate the same seeds.")
     else:
         pairs = [(a[seed], b[seed]) for seed in shared]
-        notes += [f"seeds {alone} are in one of the two only, and left out"] if alone else []
+        if alone:
+            notes.append(f"seeds {alone} are in one of the two only, and left out")
     for pair in pairs:
         mine, others = (identity_of(evaluated.about) for evaluated in pair)
         how = [f"{key}={mine.get(key)} and {others.get(key)}" for key in HOW_IT_RAN if mine.get(key) != others.get(key)]
@@ -256,13 +259,16 @@ def rows_by_group(rows: pd.DataFrame, own_is_common: bool) -> dict[Group, pd.Dat
 
 def table(compared: list[Difference]) -> str:
     """Format the differences as the printed table; the column `sampling` is left out if all rows have the same."""
-    shows_sampling = len({difference.sampling for difference in compared}) > 1
-    head = ["benchmark", "engine", *(["sampling"] if shows_sampling else []), "measure", "questions", "A", "B"]
-    rows = [[*head, "B - A, 95% interval", "p"]]
+    rows = [["benchmark", "engine", "sampling", "measure", "questions", "A", "B", "B - A, 95% interval", "p"]]
     for difference in compared:
         (mean, low, high), p = difference.interval(), difference.p
-        cells = [difference.benchmark, difference.engine, *([difference.sampling] if shows_sampling else [])]
-        cells += [difference.measure, f"{difference.by_question.shape[1]:,}"]
-        cells += [f"{difference.mean_a:.3f}", f"{difference.mean_b:.3f}", f"{mean:+.3f} {format_interval(low, high)}"]
-        rows.append([*cells, f"{p:.3f}" if p >= 0.001 else f"{p:.1g}"])
+        rows.append([
+            difference.benchmark, difference.engine, difference.sampling, difference.measure,
+            f"{difference.by_question.shape[1]:,}", f"{difference.mean_a:.3f}", f"{difference.mean_b:.3f}",
+            f"{mean:+.3f} {format_interval(low, high)}", f"{p:.3f}" if p >= 0.001 else f"{p:.1g}",
+        ])  # fmt: skip
+    if len({difference.sampling for difference in compared}) <= 1:
+        sampling = rows[0].index("sampling")
+        for row in rows:
+            del row[sampling]
     return columns(rows)
