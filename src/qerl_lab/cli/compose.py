@@ -218,7 +218,10 @@ def _refuse_misnamed_files(config: RunConfig, choices: Mapping[str, str | None])
     """
     for group in ("experiment", "scale"):
         option, name = choices.get(group), getattr(config, group)
-        if option is not None and name != (own := Path(option).name):  # an option may be in a folder of its group
+        if option is None:
+            continue
+        own = Path(option).name  # an option may be in a folder of its group
+        if name != own:
             raise ConfigError(f"runs of {group}={option} would be called {name}. Write {group}: {own} in its file.")
     if unknown := [key for key in config.differs_in if key not in TYPES]:
         raise ConfigError(f"differs_in of experiment={config.experiment}: {unknown_key_error(unknown[0])}")
@@ -283,7 +286,8 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
         )
     params = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
     for line in params:
-        if (key := spell_for_hydra(line).partition("=")[0]) != line.partition("=")[0]:
+        key = spell_for_hydra(line).partition("=")[0]
+        if key != line.partition("=")[0]:
             raise ConfigError(f"hydra.sweeper.params has {line}; write {key} there.")
     parse_overrides(params)
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(

@@ -139,7 +139,8 @@ def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     """
     check_weight(weight, weight_format, name=name)
     what, count = ("K", weight.shape[1]) if weight_format.BY_ROWS else ("N*K", weight.numel())
-    if count % (block := weight_format.BLOCK or 1):
+    block = weight_format.BLOCK or 1
+    if count % block:
         raise ValueError(
             f"{name}: {what}={count} is not divisible by {block}, the block of {weight_format.NAME}; "
             f"allowed: multiples of {block}. "

@@ -119,7 +119,8 @@ class Nvfp4(CompressedTensors):
         sign of a block scale; the trainer would not.
         """
         accepted = super().accept(packed, shape, name=name)
-        if not 0 < (global_scale := accepted[GLOBAL_SCALE].item()) < float("inf"):
+        global_scale = accepted[GLOBAL_SCALE].item()
+        if not 0 < global_scale < float("inf"):
             raise ValueError(f"{name}.weight_global_scale is {global_scale}; allowed: positive finite numbers")
         if (accepted["weight_scale"].view(torch.uint8) > _LARGEST_SCALE).any():
             raise ValueError(f"{name}.weight_scale has negative numbers or NaN; allowed: 0 to {E4M3_MAX:g}")

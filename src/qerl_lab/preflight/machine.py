@@ -60,5 +60,8 @@ def _memory_limits() -> Iterator[int]:
         # Up to the root, because a container may have its group mounted there although the path is the host's.
         for name in (group, *group.parents):
             limit = MOUNT / name / LIMIT
-            if ".." not in name.parts and limit.is_file() and (size := limit.read_text().strip()).isdigit():
-                yield int(size)  # not "max"
+            if ".." in name.parts or not limit.is_file():
+                continue
+            size = limit.read_text().strip()
+            if size.isdigit():  # not "max"
+                yield int(size)

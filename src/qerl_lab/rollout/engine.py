@@ -96,7 +96,8 @@ def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling:
 
     Each completion needs one log-prob per token; with top_p < 1 it may lack all log-probs.
     """
-    if (sizes := [len(group) for group in rollout.completions_P_G]) != prompts * [group_size]:
+    sizes = [len(group) for group in rollout.completions_P_G]
+    if sizes != prompts * [group_size]:
         raise EngineFailed(
             f"the engine gave {sum(sizes)} completions for {len(sizes)} prompts; asked: {group_size} for each of "
             f"{prompts}"
