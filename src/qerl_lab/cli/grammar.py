@@ -222,10 +222,12 @@ def command_help(command: Command[Any]) -> str:
     """Format the `--help` text of a command."""
     options = leaves(command.options())
     lines = [command.about, "", f"  {command.usage}{' KEY=VALUE ...' if options else ''}"]
-    lines += ["", "Examples:"] if command.examples else []
+    if command.examples:
+        lines += ["", "Examples:"]
     for line, meaning in command.examples:
         lines += [f"  {line}", f"      {meaning}"]
-    lines += ["", "Keys and their defaults:"] if options else []
+    if options:
+        lines += ["", "Keys and their defaults:"]
     for name, field, default in options:
         lines += format_key_entry(name, field, default, 26)
     return "\n".join([*lines, "", "Exit codes: 0 done, 1 failed, 2 wrong command or input, 130 interrupted."])

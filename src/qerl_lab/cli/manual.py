@@ -151,7 +151,9 @@ def sweep_table(plan: Plan) -> str:
     header, *body = columns(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
     for run, status, line in zip(runs, statuses, body, strict=True):
-        lines += [line, *([f"     {run.reason}"] if status == "failed" else [])]
+        lines.append(line)
+        if status == "failed":
+            lines.append(f"     {run.reason}")
     counts = ", ".join(f"{statuses.count(word)} {word}" for word in dict.fromkeys(statuses))
     here, command = format_path(plan.directory), f"{python_command()} -m qerl_lab"
     lines.append(f"{with_noun(len(plan.jobs), 'job')} in {here}: {counts}")

@@ -134,11 +134,15 @@ def with_ratios(
 def text(result: Result) -> str:
     """Format a result for the terminal: its table, memory by owner, arms that died, and warnings from `notes`."""
     rows, kind = measured(result), result["benchmark"]
-    lines = [columns(table_rows(rows, TABLES[kind]))] if len(rows) else []
-    lines += [UNITS[kind]] if len(rows) and kind in UNITS else []
+    lines = list[str]()
+    if len(rows):
+        lines.append(columns(table_rows(rows, TABLES[kind])))
+        if kind in UNITS:
+            lines.append(UNITS[kind])
     for row in result.get("rows", []):
         owners = [f"{owner} {gib:.1f}" for owner, gib in row.get("gib_by_owner", {}).items()]
-        lines += [f"memory of {row['arm']}, GiB: {'; '.join(owners)}"] if owners else []
+        if owners:
+            lines.append(f"memory of {row['arm']}, GiB: {'; '.join(owners)}")
     if "host_share" in rows and rows["host_share"].notna().any():
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"

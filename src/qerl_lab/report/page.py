@@ -80,8 +80,10 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
         )
         drawn = {"Effects": [Drawn("effects", "Effect of each contrast", palette.png(figure), caption)]} | drawn
     words = [format_path(folder), hydra_override("out", format_path(folder))]
-    words += [hydra_override("baseline", wanted)] if wanted else []
-    words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
+    if wanted:
+        words.append(hydra_override("baseline", wanted))
+    if bench:
+        words.append(f"bench={','.join(map(format_path, bench))}")
     line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}
     files["verdicts.md"] = verdict_tables.markdown(compared, rows, line).encode()

@@ -123,7 +123,8 @@ def _measure_row(row: Row, pair: Pair) -> Row:
     for key in CONDITIONS:
         values = sorted({run.value(key) for run in runs if key in run.settings}, key=number_first)
         how = {claim.best_of: "each arm's best of ", claim.mean_over: "mean over "}.get(key, "")
-        conditions += [(key, how + ", ".join(values))] if values else []
+        if values:
+            conditions.append((key, how + ", ".join(values)))
     holding = sum(run.origin.claims_sha256 == claim.file.sha256 for run in runs)
     is_registered, registered = holding == len(runs), f"preregistered: all {holding} runs record this file's hash"
     if not is_registered:

@@ -41,7 +41,8 @@ def message_while_loading(cfg: RunConfig, device: torch.device, error: Exception
     `error` is torch's out-of-memory error, which says how much memory is used and free.
     """
     remedies = ["CUDA_VISIBLE_DEVICES=N in front of the command, for another GPU", "a smaller jobs_per_gpu"]
-    remedies += ["format=nvfp4"] if cfg.format.name == DENSE_FORMAT else []
+    if cfg.format.name == DENSE_FORMAT:
+        remedies.append("format=nvfp4")
     return (
         f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({first_line(error)})"
         f"{_part_note(cfg, device)}. Type one of: {'; '.join(remedies)}; a smaller model.path."
