@@ -371,7 +371,9 @@ class _Reader:
             argument = self.postfix(self.group(self.take().text))
         else:
             self.deeper()
-            negative = self.sees("-") and bool(self.take())
+            negative = self.sees("-")
+            if negative:
+                self.take()
             factors = [self.raised(self.atom())]
             while self.begins_factor() and not self.sees(*_NO_ARGUMENT):
                 factors.append(self.raised(self.atom()))

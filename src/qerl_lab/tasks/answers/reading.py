@@ -126,7 +126,7 @@ def _simple(text: str) -> Form | None:
             return Amount(Num(Fraction(int(digits))))
         return Several(f"base {radix}", (Words(digits.lower().lstrip("0") or "0"),))
     if (found := _CLOCK.fullmatch(text)) and (":" in text or found[2]):
-        half = "".join(re.findall("[apm]", (found[2] or "").lower()))
+        half = "".join(re.findall("[apm]", (found[2] or "").lower()))  # a.m. is am
         clock = f"{found[1]}:0" if ":" not in found[1] else found[1]  # 10 am is 10:00 am
         return Several(half or ":", tuple(Amount(read_expression(part.strip())) for part in clock.split(":")))
     if found := re.fullmatch(r"\(?\s*(?:\\text\{)?\(?\s*([A-Za-z])\s*\)?\}?\s*\)?[.:]?", text):  # (C), \text{(C)}.
