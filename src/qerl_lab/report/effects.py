@@ -83,12 +83,13 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
     pairs, differences = list[Pair](), list[set[str]]()  # differences: the keys in which two sides differ
     candidates = product(_group_into_sides(claim, treated_runs), _group_into_sides(claim, control_runs))
     for (context, treated), (other_context, control) in candidates:
-        if context == other_context:
-            if claim.mean_over and (shared := treated.finished.keys() & control.finished.keys()):
-                treated, control = treated.limited_to(shared), control.limited_to(shared)
-            pairs.append(Pair(treated, control, context))
-        else:
+        if context != other_context:
             differences.append({key for key, _ in {*context} ^ {*other_context}})
+            continue
+        shared = treated.finished.keys() & control.finished.keys()
+        if claim.mean_over and shared:
+            treated, control = treated.limited_to(shared), control.limited_to(shared)
+        pairs.append(Pair(treated, control, context))
     if not pairs:
         nearest = min(differences, key=len)
         problem = "no two arms are equal but for what is compared: the nearest two differ in"
