@@ -122,11 +122,16 @@ def _measure_row(row: Row, pair: Pair) -> Row:
     runs, conditions = [run for side in sides for run in side.runs], []
     for key in CONDITIONS:
         values = sorted({run.value(key) for run in runs if key in run.settings}, key=number_first)
-        how = {claim.best_of: "each arm's best of ", claim.mean_over: "mean over "}.get(key, "")
+        how = ""
+        if key == claim.best_of:
+            how = "each arm's best of "
+        elif key == claim.mean_over:
+            how = "mean over "
         if values:
             conditions.append((key, how + ", ".join(values)))
     holding = sum(run.origin.claims_sha256 == claim.file.sha256 for run in runs)
-    is_registered, registered = holding == len(runs), f"preregistered: all {holding} runs record this file's hash"
+    is_registered = holding == len(runs)
+    registered = f"preregistered: all {holding} runs record this file's hash"
     if not is_registered:
         later = f"; the claim was added on {claim.added}" if claim.added else ""
         registered = f"not preregistered: {holding} of {len(runs)} runs record this file's hash{later}"
