@@ -22,7 +22,7 @@ from qerl_lab.report.arms import format_setting
 from qerl_lab.report.comparison import Comparison, accuracy_matrix
 from qerl_lab.report.palette import add_legend_below, add_title, format_tick, styled
 from qerl_lab.report.reference import is_plain
-from qerl_lab.report.runs import Run
+from qerl_lab.report.runs import Arm, Run
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds, mean_of_arm
 
 STEP, CLOCK = "step", "seconds"  # the x axis: the training step, or the time spent in training steps
@@ -166,19 +166,23 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
     Only plain arms (`reference.is_plain`) take part. Only groups of several formats are returned, sorted from most to
     fewest formats, then from most to fewest runs.
     """
-    found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}  # other settings -> format -> label
+    found: dict[Arm, dict[str, str]] = {}  # other settings -> format -> label
     for label, runs in comparison.arms.items():
         if is_plain(runs[0]):
             settings = dict(runs[0].arm)  # identifies a local model by content, not by path
             rest = tuple(sorted(item for item in settings.items() if not item[0].startswith("format.")))
             found.setdefault(rest, {}).setdefault(settings["format.name"], label)
-    several = [(rest, formats) for rest, formats in found.items() if len(formats) > 1]
-    counts = {label: len(runs) for label, runs in comparison.arms.items()}
-    several.sort(key=lambda group: (len(group[1]), sum(counts[label] for label in group[1].values())), reverse=True)
-    shared = set.intersection(*(set(rest) for rest, _ in several)) if several else set()
+
+    def size(rest: Arm) -> tuple[int, int]:
+        """Return how many formats and how many runs the group with these other settings has."""
+        return len(found[rest]), sum(len(comparison.arms[label]) for label in found[rest].values())
+
+    several = sorted((rest for rest, formats in found.items() if len(formats) > 1), key=size, reverse=True)
+    shared = set.intersection(*map(set, several)) if several else set()
     titled = dict[str, dict[str, str]]()
-    for rest, formats in several:
+    for rest in several:
         title = ", ".join(format_setting(*setting) for setting in rest if setting not in shared)
+        formats = found[rest]
         names = [*palette.FORMATS, *formats]  # a format deleted since its runs is last
         titled[title] = {name: formats[name] for name in names if name in formats}
     return titled
