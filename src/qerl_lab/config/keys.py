@@ -81,7 +81,7 @@ def unknown_key_error(name: str) -> ConfigError:
     if inside := [key for key in known if key.startswith(name + ".")]:
         return ConfigError(f"{name} is a node, not a key. Allowed: {', '.join(inside)}.")
     node, _, last = name.rpartition(".")
-    beside = [key for key in known if key.startswith(node + ".")]
+    beside = [key for key in known if key.startswith(node + ".")]  # empty for a name without a dot
     same_last = [key for key in known if key.rpartition(".")[2] == last]
     meant = [key for key in same_last if key in beside]
     if not meant and (theirs := translate_foreign_name(name)):

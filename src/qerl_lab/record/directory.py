@@ -144,7 +144,8 @@ class RunDirectory:
     @property
     def status_in_words(self) -> str:
         """Return `status` for users: without DONE or FAILED a run is `interrupted, or still running`."""
-        return {"interrupted": "interrupted, or still running"}.get(self.status, self.status)
+        status = self.status
+        return "interrupted, or still running" if status == "interrupted" else status
 
     @property
     def reason(self) -> str:
