@@ -199,9 +199,13 @@ def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> tuple[list
 
     `depths` must be `_depths(text)`.
     """
-    found = [match for match in pattern.finditer(text) if depths[match.start()] == 0]
-    begins, ends = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(text)]
-    return [text[begin:end] for begin, end in zip(begins, ends, strict=True)], [match[0] for match in found]
+    parts, dividers, begin = list[str](), list[str](), 0
+    for match in pattern.finditer(text):
+        if depths[match.start()] == 0:
+            parts.append(text[begin : match.start()])
+            dividers.append(match[0])
+            begin = match.end()
+    return [*parts, text[begin:]], dividers
 
 
 def _several(kind: str, parts: list[str], nesting: int) -> Several:
