@@ -40,7 +40,8 @@ def model_hash(path: Path) -> str | None:
     weights = sorted(file for file in path.glob("*.safetensors") if file.is_file())
     if not weights:
         return None
-    files = [*weights, *(file for name in BESIDE if (file := path / name).is_file())]
+    beside = [path / name for name in BESIDE]
+    files = [*weights, *(file for file in beside if file.is_file())]
     text = "\n".join(f"{file.name} {_hash_file(file)}" for file in files)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

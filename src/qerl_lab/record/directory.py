@@ -565,7 +565,8 @@ class RunDirectory:
 
     def artifacts(self) -> list[Path]:
         """Return the existing files that a mirror uploads."""
-        return [path for name in ARTIFACTS if (path := self.path / name).exists()]
+        paths = [self.path / name for name in ARTIFACTS]
+        return [path for path in paths if path.exists()]
 
 
 def _session_of(path: Path) -> int:

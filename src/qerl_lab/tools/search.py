@@ -157,7 +157,8 @@ def search(options: SearchOptions, overrides: list[str]) -> None:
         )
     study.set_user_attr(ASKED, asked)
     if sum(trial.state.is_finished() for trial in study.trials) < options.trials:
-        study.set_user_attr(CODES, codes := [*dict.fromkeys([*study.user_attrs.get(CODES, []), code_hash()])])
+        codes = list(dict.fromkeys([*study.user_attrs.get(CODES, []), code_hash()]))
+        study.set_user_attr(CODES, codes)
         if len(codes) > 1:
             print(OTHER_CODE)
     while trial := _next_trial(study, options, ranges):
