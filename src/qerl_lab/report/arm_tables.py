@@ -107,7 +107,8 @@ def _entropy_table(comparison: Comparison) -> Table:
             else:
                 row.append(NONE)
         if arm in row_of_arm:
-            line = "BF16/Float16" if row_of_arm[arm][1] == "BF16" else row_of_arm[arm][1]
+            _, weight_format = row_of_arm[arm]
+            line = "BF16/Float16" if weight_format == "BF16" else weight_format
             of_line = {"table": "Figure 5", "weight_format": line, "setting": reference.EIGHT_STEPS}
             row.append(f"{reference.select_row(of_line)['number']:.3f}")
         rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])

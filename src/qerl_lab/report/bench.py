@@ -91,7 +91,8 @@ def measured(result: Result) -> pd.DataFrame:
     benchmark that is not in `ALIKE`.
     """
     kind = result["benchmark"]
-    rows = pd.DataFrame([row for row in result["steps" if "steps" in result else "rows"] if "died" not in row])
+    found = result["steps"] if "steps" in result else result["rows"]
+    rows = pd.DataFrame([row for row in found if "died" not in row])
     if rows.empty:
         return rows
     if kind == "rollout" and 0.75 * result["options"]["new"] < TOKENS_TO_TIME:  # a short call has a quarter of `new`

@@ -287,10 +287,11 @@ def _reservations(row: Row, numbers: Numbers, reached: Verdict) -> list[str]:
         state = f"broken: lower by more than {claim.guardrail.margin:g}" if numbers.guardrail == BROKEN else "open"
         limits.append(f"guardrail {claim.guardrail.measure} is {state}")
     if claim.direction and reached in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
-        small = [
-            f"{claim.format_effect(value)} ({where})" for where, value in row.contrast.printed
-            if claim.direction * (math.log(value) if claim.is_ratio else value) < claim.margin
-        ]  # fmt: skip
+        small = []
+        for where, value in row.contrast.printed:
+            size = math.log(value) if claim.is_ratio else value
+            if claim.direction * size < claim.margin:
+                small.append(f"{claim.spell(value)} ({where})")
         if small:
             limits.append(
                 f"this cannot contradict the paper's {', '.join(small)}, which is below {claim.smallest_as_text}"
