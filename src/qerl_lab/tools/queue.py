@@ -462,7 +462,7 @@ def collect(options: CollectOptions) -> None:
                 if reason := _reason_to_leave(row, rows):
                     print(f"{row['run']}: {reason}")
                     continue
-                if row["state"] == DONE and not folders:
+                if row["state"] == DONE and not folders:  # left out below, as a damaged pack is
                     raise ConfigError(f"the queue has no part {row['part']}. Put it back to collect this pack.")
             except DAMAGED as error:
                 print(f"{file} is left out: {in_one_line(error)}")
