@@ -150,7 +150,8 @@ def _parse_value(kind: Any, text: str) -> Any:
         return [_parse_value(get_args(kind)[0], item.strip()) if item.strip() else None for item in items]
     if kind in TEXT:
         return None if text == "null" else unquoted(text)
-    for number in (float,) if kind in (float, float | None) else (int, float):
+    numbers = (float,) if kind in (float, float | None) else (int, float)
+    for number in numbers:
         try:
             return number(text)
         except ValueError:

@@ -96,7 +96,8 @@ def with_implied_values(cfg: RunConfig, typed: Collection[str]) -> RunConfig:
     if "optim.micro_batch_size" not in typed and micro_batch and is_even:
         cfg.optim.micro_batch_size = largest_divisor(mini_batch, micro_batch)
     name, rules = on_disk.noted_format(Path(cfg.model.path)) if cfg.model.path != POCKET else ("", {})
-    for key, value in rules.items() if name == cfg.format.name else ():
+    noted = rules if name == cfg.format.name else {}
+    for key, value in noted.items():
         if getattr(cfg.format, key) == getattr(FormatConfig(), key) and f"format.{key}" not in typed:
             setattr(cfg.format, key, value)
     return cfg

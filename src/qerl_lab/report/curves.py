@@ -299,8 +299,9 @@ def _draw_line(
     interpolated linearly, and the mean covers only the time in which all seeds ran. `phase`, from 0 to 1, shifts the
     markers by this part of their distance. They are above all lines: an arm with the values of another stays visible.
     """
-    for values in seeds if show_seeds and len(seeds) > 1 else []:
-        axis.plot(values.index, values, color=style["color"], ls="-", marker="", lw=0.5, alpha=0.4)
+    if show_seeds and len(seeds) > 1:
+        for values in seeds:
+            axis.plot(values.index, values, color=style["color"], ls="-", marker="", lw=0.5, alpha=0.4)
     if by == STEP or len(seeds) == 1:
         table = pd.concat(seeds, axis=1, join="inner").sort_index()
         x, values_S_T = table.index.to_numpy(), table.to_numpy(float).T

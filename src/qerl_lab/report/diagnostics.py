@@ -177,7 +177,8 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
     """
     claim = rows[0].claim
     axis.axvline(1.0 if claim.is_ratio else 0.0, color="black", linewidth=0.8)
-    for sign in [claim.direction] if claim.direction else [-1, 1]:
+    signs = [claim.direction] if claim.direction else [-1, 1]
+    for sign in signs:
         matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
         axis.axvline(matters, **SMALLEST)
     names = []

@@ -98,7 +98,8 @@ def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
     if kind == "train_step":
         formats, is_base = rows["arm"].replace(bench.OTHER_LIBRARIES), rows["arm"] == "bf16"
         return rows.assign(format=formats, baseline=is_base, weights=rows["base_gb"], peak=rows["peak_gb"])
-    for column, gib in (("weights", "weights_gib" if kind == "rollout" else "policy_gib"), ("peak", "peak_gib")):
+    recorded = {"weights": "weights_gib" if kind == "rollout" else "policy_gib", "peak": "peak_gib"}
+    for column, gib in recorded.items():
         rows[column] = pd.to_numeric(rows.get(gib, math.nan)) * GIB / 1e9
     ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
     rows["prompt"], rows["lengths"] = options["prompt"], f"prompt {options['prompt']}, new {options['new']:,}{ragged}"

@@ -180,7 +180,8 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
             f"task.path={local} is one file; allowed: FILE.jsonl or FILE.parquet of a set without a test split, or for "
             "an evaluation. Type task.path=DIRECTORY with train.jsonl and test.jsonl."
         )
-    for file in [local] if local.is_file() else _files_of(local, source, of_heldout):
+    files = [local] if local.is_file() else _files_of(local, source, of_heldout)
+    for file in files:
         try:
             if file.suffix == ".jsonl":
                 with file.open("rb") as lines:
