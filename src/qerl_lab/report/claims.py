@@ -181,10 +181,12 @@ def _parse_claim(values: Any, file: ClaimsFile, arms: Mapping[str, Settings]) ->
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
     fields = check_fields(values, OF_CLAIM, OPTIONAL_OF_CLAIM, where)
     guardrail: Guardrail | None = None
+    measures = [fields["measure"]]
     if "guardrail" in fields:
         limit = check_fields(fields["guardrail"], OF_GUARDRAIL, {}, f"{where}, guardrail")
         guardrail = Guardrail(limit["measure"], parse_number(limit["margin"], f"{where}, guardrail: margin"))
-    for name in (fields["measure"], *([guardrail.measure] if guardrail else [])):
+        measures.append(guardrail.measure)
+    for name in measures:
         if name not in MEASURES:
             raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
     if fields["direction"] not in (-1, 0, 1):
