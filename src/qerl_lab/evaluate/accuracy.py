@@ -43,8 +43,8 @@ def ask_questions(
     asked = [question for question in questions for _ in range(samples)]
     texts = list[str]()
     for prompt, completions in zip(prompts, out.completions_P_G, strict=True):
-        decoded = [policy.decode(completion.ids) for completion in completions]
-        texts += with_answer_start(policy.prompt(prompt), decoded)
+        decoded = [policy.decode_completion(completion.ids) for completion in completions]
+        texts += with_answer_start(policy.decode_prompt(prompt), decoded)
     with terminal.say_if_slow(f"grading {with_noun(len(texts), 'completion')} of {task.name}"):
         scores = task.grade(texts, asked)
     parts = {part: score for part, score in scores.items() if part not in ("answer", "format")}

@@ -108,8 +108,8 @@ def paper_effect(treated: Mapping[str, str], control: Mapping[str, str], is_rati
     if file and file == control_row["file"]:
         both = curves_to_average(file, setting)[[treated_row["column"], control_row["column"]]]
         of_treated, of_control = both.dropna().mean()
-    effect = of_treated / of_control if ratio else of_treated - of_control
-    if treated_row["metric"] == "accuracy" and not ratio:
+    effect = of_treated / of_control if is_ratio else of_treated - of_control
+    if treated_row["metric"] == "accuracy" and not is_ratio:
         effect /= 100  # from a percentage
     error = max(treated_row["error"], control_row["error"])
     model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")

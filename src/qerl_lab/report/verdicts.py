@@ -291,7 +291,7 @@ def _reservations(row: Row, numbers: Numbers, reached: Verdict) -> list[str]:
         for where, value in row.contrast.printed:
             size = math.log(value) if claim.is_ratio else value
             if claim.direction * size < claim.margin:
-                small.append(f"{claim.spell(value)} ({where})")
+                small.append(f"{claim.format_effect(value)} ({where})")
         if small:
             limits.append(
                 f"this cannot contradict the paper's {', '.join(small)}, which is below {claim.smallest_as_text}"

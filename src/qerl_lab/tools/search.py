@@ -83,13 +83,13 @@ def read_space(overrides: list[str], options: SearchOptions) -> tuple[list[str],
     for override in overrides:
         key, _, value = override.partition("=")
         if instead := SET_BY_SEARCH.get(key.lstrip("+")):
-            raise ConfigError(f"{word}: a search sets {key.lstrip('+')} of its runs. Type {instead}.")
+            raise ConfigError(f"{override}: a search sets {key.lstrip('+')} of its runs. Type {instead}.")
         ends = _read_range(value)
         if ends is None:
-            shared.append(word)
+            shared.append(override)
             continue
         if "..." in value:  # one dot too many would make .1e-2 of 1e-2
-            raise ConfigError(f"{word} has three dots. Type {key}={value.replace('...', '..')}.")
+            raise ConfigError(f"{override} has three dots. Type {key}={value.replace('...', '..')}.")
         field = field_of_key(key)
         if field.type not in (float, float | None):
             raise ConfigError(
