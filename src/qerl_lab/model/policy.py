@@ -189,10 +189,15 @@ def build(cfg: RunConfig, device: torch.device, *, fits_names: bool = False) -> 
     (`fitting_norms`, `fitting_targets`). This is for commands in which the user cannot type them. Build the engine from
     the changed `cfg`, because vLLM holds in float32 the norms that `cfg` names.
 
-    Raises ConfigError if the model cannot be loaded, lacks a module that `cfg` names, or a norm of aqn.norms feeds no
-    linear layer.
+    Raises ConfigError if the model cannot be loaded, computes padding into its state, or lacks a module that `cfg`
+    names, or if a norm of aqn.norms feeds no linear layer.
     """
     base, tokenizer = load_base(cfg, device)
+    if base._is_stateful and _reads_padding(base):  # attention masks padding, and so do most recurrent layers
+        raise ConfigError(
+            f"model.path={cfg.model.path}: in {type(base).__name__} the padding before a prompt changes the log-probs "
+            "of its completion; allowed: models that mask padding. Type another model."
+        )
     if fits_names:
         cfg.aqn.norms = fitting_norms(base, cfg.aqn.norms)
         cfg.lora.target_modules = fitting_targets(base, cfg.lora.target_modules, cfg.model.path)
@@ -204,6 +209,20 @@ def build(cfg: RunConfig, device: torch.device, *, fits_names: bool = False) -> 
     model = attach_adapters(base, cfg)
     clean = {name: norm.detach().clone() for name, norm in norms.items()}
     return Policy(model, tokenizer, norms, clean)
+
+
+@torch.enable_grad()
+def _reads_padding(model: PreTrainedModel) -> bool:
+    """Tell whether a masked token before another changes the result of `model`, as in RWKV and RecurrentGemma.
+
+    It does not if the gradient of the result by its embedding is exactly 0.
+    """
+    size, device = model.get_input_embeddings().embedding_dim, model.device
+    embeddings = torch.linspace(-1, 1, 2 * size, dtype=model.dtype, device=device).view(1, 2, size).requires_grad_()
+    mask = torch.tensor([[0, 1]], device=device)
+    logits = model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).logits
+    (gradient,) = torch.autograd.grad(logits[0, 1].sum(), embeddings)
+    return bool(gradient[0, 0].any())
 
 
 def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict[str, nn.Module]:
