@@ -114,8 +114,8 @@ def fill(
     Linears are packed as `packed_as` says. With `is_packed` the source holds packed weights. Otherwise it holds dense
     weights: each fused layer (q/k/v, gate/up) is packed in its stored dtype, and its dense weights are freed before the
     next layer is read. Layers left dense get the model's dtype. Raises ValueError, naming tensor and file, for a tensor
-    that is missing, superfluous, of wrong shape or dtype, or has NaN or Inf, and for parts of a fused layer that differ
-    in their shared tensor scale.
+    that is missing, superfluous, of wrong shape or dtype, or has NaN or Inf, for a copy of a tied tensor with other
+    values, and for parts of a fused layer that differ in their shared tensor scale.
     """
     weight_format, linears, shapes = (
         packed_as.weight_format,
@@ -140,6 +140,13 @@ def fill(
         check_values(tensor, name=f"{source.where(name)}: {name}")
         setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(empty, nn.Parameter) else tensor)
     model.tie_weights()
+    for name in sorted({*tied_names(model)}.intersection(source.names)):
+        kept = model.get_parameter(name)
+        if not torch.equal(source.tensor(name).to(kept.dtype), kept.cpu()):  # transformers would take both
+            raise ValueError(
+                f"{source.where(name)}: {name} has other values than the tensor that config.json ties it to. Set "
+                "tie_word_embeddings to false in config.json"
+            )
     return model.to(device).requires_grad_(False)
 
 

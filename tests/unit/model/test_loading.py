@@ -262,6 +262,17 @@ def test_a_tied_head_and_rotary_frequencies_may_be_stored(tmp_path: Path) -> Non
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_tied_head_with_values_of_its_own_is_refused(tmp_path: Path, is_packed: bool) -> None:
+    """vLLM would take one of the two and transformers both, so that they would compute two models."""
+    model = tiny_model(tied=True)
+    own = 2 * model.lm_head.weight.detach()
+    (write_packed(tmp_path, model, NVFP4) if is_packed else write_dense(tmp_path, model))
+    edit_tensors(tmp_path, lm_head__weight=own)
+    with pytest.raises(ValueError, match=r"lm_head\.weight has other values .* Set tie_word_embeddings to false"):
+        load(tmp_path, PackedAs(NVFP4, HEAD))
+
+
 # Messages of a run.
 
 
