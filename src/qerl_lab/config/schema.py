@@ -330,7 +330,10 @@ class OptimConfig:
     )
     learning_rate: float = option(1e-5, "peak learning rate (Table 4: 1e-5; its BF16 arm: 5e-6)", at_least=0, at_most=1)
     schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
-    warmup_ratio: float = option(0.0, "share of the updates with linear warm-up", at_least=0, at_most=1)
+    warmup_ratio: float = option(
+        0.0, "share of the updates with linear warm-up, whose first has rate 0 and changes nothing",
+        at_least=0, at_most=1,
+    )  # fmt: skip
     weight_decay: float = option(0.0, "decoupled weight decay", at_least=0, at_most=1e3)
     beta1: float = option(0.9, "first moment decay of Adam", at_least=0, at_most=0.9999)
     beta2: float = option(0.99, "second moment decay of Adam", at_least=0, at_most=0.99999)

@@ -27,6 +27,7 @@ from qerl_lab.formats.format import checked
 
 _BIAS = 127  # of E8M0
 _E2M1_EMAX = 2  # 6 = 1.5 * 2**2
+_LARGEST_SCALE = 224  # 6 * 2**(224 - 127) is below 2**100, as every weight that is packed; 255 is NaN
 # Mantissa of max|block|, in [0.5, 1), from which on the exponent is raised by one.
 _NEXT_EXPONENT_FROM = {"round": 0.875, "floor": 1.0, "ceil": 0.75 + 2**-24}  # the next float32 above 0.75
 EXPONENT_RULES = tuple(_NEXT_EXPONENT_FROM)
@@ -66,3 +67,14 @@ class Mxfp4(CompressedTensors):
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack packed tensors to a weight `[N, K]`; exact in bfloat16 and float32."""
         return e2m1.dequantize(packed["weight_packed"], packed["weight_scale"], dtype)
+
+    def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+        """Check tensors that another program packed; return those that `layout` lists.
+
+        Raises ValueError, naming the tensor, for a shape or dtype other than in `layout(shape)`, and for scales that
+        are NaN or allow weights of 2**100 and more.
+        """
+        accepted = super().accept(packed, shape, name=name)
+        if (accepted["weight_scale"] > _LARGEST_SCALE).any():
+            raise ValueError(f"{name}.weight_scale has NaN or huge numbers; allowed: bytes of 0 to {_LARGEST_SCALE}")
+        return accepted

@@ -17,7 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, ceil_div, checked, layer_names, unsupported_entry
+from qerl_lab.formats.format import (
+    Decoder,
+    Format,
+    Layout,
+    PackedAs,
+    ceil_div,
+    check_values,
+    checked,
+    layer_names,
+    unsupported_entry,
+)
 
 _NESTED_BLOCK = 256
 _HEADER = "weight.quant_state.bitsandbytes__nf4"
@@ -103,12 +113,16 @@ class Nf4(Format):
         """Check tensors that bitsandbytes packed; return those that `layout(shape)` names.
 
         The JSON header is padded to 256 bytes. Raises ValueError, naming the module `name` and the tensor, for a shape
-        or dtype that differs from `layout(shape)`.
+        or dtype that differs from `layout(shape)`, and for NaN or Inf.
         """
         header = packed[_HEADER]
         if header.dtype is torch.uint8 and header.numel() < _HEADER_BYTES:
             header = _pad_header(header)
-        return super().accept({**packed, _HEADER: header}, shape, name=name)
+        accepted = super().accept({**packed, _HEADER: header}, shape, name=name)
+        for key, tensor in accepted.items():
+            if tensor.is_floating_point():
+                check_values(tensor, name=f"{name}.{key}")
+        return accepted
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` that `transformers.BitsAndBytesConfig` would write.

@@ -160,6 +160,7 @@ def test_a_scale_that_is_no_positive_finite_number_is_refused(
 @pytest.mark.parametrize(("weight_format", "key", "byte", "says"), [
     *[(NVFP4, "weight_scale", byte, "negative numbers or NaN; allowed: 0 to 448") for byte in (0x7F, 0x80, 0xB8, 0xFF)],
     *[(FP8, "weight", byte, "NaN; allowed: -448 to 448") for byte in (0x7F, 0xFF)],
+    *[(MXFP4, "weight_scale", byte, "NaN or huge numbers; allowed: bytes of 0 to 224") for byte in (0xE1, 0xFF)],
 ])  # fmt: skip
 def test_a_byte_that_stands_for_no_allowed_number_is_refused(
     weight_format: Format, key: str, byte: int, says: str
@@ -170,6 +171,17 @@ def test_a_byte_that_stands_for_no_allowed_number_is_refused(
         weight_format.accept(tensors, SHAPE, name="q_proj")
     tensors[key].view(torch.uint8)[1, 0] = 0x7E
     assert weight_format.accept(tensors, SHAPE, name="q_proj")
+
+
+@pytest.mark.parametrize(("weight_format", "key"), [
+    (Nf4(double_quant=True), "weight.nested_absmax"), (Nf4(double_quant=False), "weight.absmax"),
+])  # fmt: skip
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_scale_of_bitsandbytes_that_is_not_finite_is_refused(weight_format: Format, key: str, value: float) -> None:
+    tensors = packed(weight_format)
+    tensors[key][0] = value
+    with pytest.raises(ValueError, match=rf"q_proj\.{key}: 1 values that float32 cannot hold"):
+        weight_format.accept(tensors, SHAPE, name="q_proj")
 
 
 def test_the_header_that_bitsandbytes_writes_is_padded() -> None:
