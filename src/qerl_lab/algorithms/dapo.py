@@ -18,7 +18,7 @@ Departures from the DAPO paper:
 4. The paper samples from pi_old. Here an importance weight corrects for noisy sampling, as in GRPO (4). The advantage
    is GRPO's (5).
 5. Overlong filtering and punishment act together. A truncated completion is then not trained itself; its punishment
-   only raises the advantages of the others in its group. The authors' script has the punishment alone, as with
+   only changes the advantages of the others in its group. The authors' script has the punishment alone, as with
    `algorithm.mask_truncated=false` (issue 13 of BytedTsinghua-SIA/DAPO: it replaced the filtering).
 """
 

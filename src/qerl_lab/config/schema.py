@@ -331,7 +331,7 @@ class OptimConfig:
     learning_rate: float = option(1e-5, "peak learning rate (Table 4: 1e-5; its BF16 arm: 5e-6)", at_least=0, at_most=1)
     schedule: str = option("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
     warmup_ratio: float = option(
-        0.0, "share of the updates with linear warm-up, whose first has rate 0 and changes nothing",
+        0.0, "share of the updates with linear warm-up; the first update then has rate 0",
         at_least=0, at_most=1,
     )  # fmt: skip
     weight_decay: float = option(0.0, "decoupled weight decay", at_least=0, at_most=1e3)
