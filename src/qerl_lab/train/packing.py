@@ -115,8 +115,10 @@ def _passes_lengths(model: PreTrainedModel) -> bool:
     try:
         with packed_attention(model):
             model(input_ids=token, position_ids=token, cu_seq_lens_q=starts, max_length_q=1, use_cache=False)
-    except TypeError:  # `attend` was called without them
-        return False
+    except TypeError as error:
+        if "cu_seq_lens_q" not in str(error):
+            raise
+        return False  # `attend` was called without them
     return True
 
 
