@@ -70,6 +70,8 @@ def run(options: AccuracyOptions) -> None:
     check_free(out, options.out or str(out), ABOUT, overwrite=options.overwrite)
     # A dense base is asked once: its own engine is the common one.
     engines = (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,)
+    if options.benchmarks:  # the run's own held-out questions are none of its training questions
+        tasks = subject.note_trained_questions(chosen, tasks)
     with Unfinished(out, identity, options.overwrite) as unfinished:
         seconds = sum(ask_engine(chosen, tasks, identity, engine, unfinished) for engine in engines)
         write_results(options, chosen, tasks, identity, seconds, unfinished)

@@ -15,6 +15,7 @@ import torch
 from qerl_lab import preflight, tasks
 from qerl_lab.config import rules
 from qerl_lab.config.arm import as_recorded, settings_of_arm
+from qerl_lab.config.message import first_line, with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig, TaskConfig
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions, requested_run, split_name_and_path
@@ -28,6 +29,7 @@ from qerl_lab.model.weight_files import local_folder
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 from qerl_lab.tasks import Task
 from qerl_lab.tasks.question_files import reword_path_error
+from qerl_lab.tasks.questions import wording
 
 # For a model without a run: a fixed day, so that all its evaluations have the same prompts.
 DAY_WITHOUT_RUN = date(2026, 1, 1)
@@ -178,6 +180,32 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
             raise ConfigError(f"{task.name} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
         benchmarks.append(replace(task, heldout=task.heldout[: options.questions or None]))
     return benchmarks
+
+
+def note_trained_questions(chosen: Subject, benchmarks: list[Task]) -> list[Task]:
+    """Return the benchmarks, with a warning on each that asks questions which the run was trained on.
+
+    Questions are compared by `wording`. If the training questions cannot be read, or are no longer those of the run's
+    record, each benchmark gets a warning that says so. Nothing is compared for a model or a base alone.
+    """
+    if not chosen.arm:
+        return benchmarks
+    problem, trained = "", set[str]()
+    try:
+        task = tasks.load(chosen.cfg.task)
+        trained = {wording(question.prompt) for question in task.train}
+        if chosen.arm["training_sha256"] not in ("", task.data["training_sha256"]):  # older records have ""
+            problem = "they have changed since"
+    except ConfigError as error:
+        problem = first_line(error)
+    noted = []
+    for benchmark in benchmarks:
+        count = sum(wording(question.prompt) in trained for question in benchmark.heldout)
+        note = f"not compared with the training questions of the run: {problem}" if problem else ""
+        if count and not problem:
+            note = f"the run was trained on {count:,} of these {with_noun(len(benchmark.heldout), 'question')}"
+        noted.append(replace(benchmark, warnings=(*benchmark.warnings, note)) if note else benchmark)
+    return noted
 
 
 def load_questions(cfg: TaskConfig, prefix: str) -> Task:

@@ -323,6 +323,30 @@ def test_several_benchmarks_are_read_each_from_its_own_file(tmp_path, capsys) ->
     )
 
 
+def test_a_benchmark_with_training_questions_of_the_run_gets_a_note(run_dir, tmp_path, capsys, monkeypatch) -> None:
+    trained = tasks.load(RunDirectory(run_dir).config().task).train[5].prompt
+    rows = [json.dumps({"problem": text, "answer": "2", "unique_id": id}) for id, text in
+            (("a/1", f" {trained.upper()}"), ("a/2", "What is $1+1$?"))]  # fmt: skip
+    (tmp_path / "math.jsonl").write_text("\n".join(rows))
+    words = [f"run={run_dir}", f"benchmarks=math500:{tmp_path / 'math.jsonl'}", "max_completion_tokens=2", "samples=1"]
+    said = "the run was trained on 1 of these 2 questions"
+    assert go(*words, f"out={tmp_path / 'run'}") == 0
+    assert f"note: math500: {said}\n" in capsys.readouterr().out
+    assert read(tmp_path / "run")[1]["notes"] == [f"math500: {said}"]
+    assert go(*words, "adapter=false", f"out={tmp_path / 'base'}") == 0
+    assert read(tmp_path / "base")[1]["notes"] == []
+    monkeypatch.setattr(RunDirectory, "environment", lambda _: {"data": {"training_sha256": "other"}})
+    assert go(*words, f"out={tmp_path / 'changed'}") == 0
+    (note,) = read(tmp_path / "changed")[1]["notes"]
+    assert note == "math500: not compared with the training questions of the run: they have changed since"
+
+
+def test_training_questions_that_are_gone_are_no_obstacle_to_an_evaluation(tmp_path, tiny) -> None:
+    chosen = subject.Subject("a run", tiny(task__name="gsm8k", task__path=str(tmp_path)), arm={"training_sha256": "a"})
+    (noted,) = subject.note_trained_questions(chosen, [tasks.load(TaskConfig())])
+    assert noted.warnings[-1].startswith(f"not compared with the training questions of the run: task.path={tmp_path} ")
+
+
 def test_each_question_that_is_too_long_is_counted_once(capsys, tmp_path) -> None:
     """The count does not depend on how many engines and samples answer the other questions."""
     long = MATH500.replace("a/1", "a/2").replace("$1+1$", "$1+1$ " * 200)
