@@ -167,6 +167,8 @@ def answer_missing_parts(
     """
     ((sampling_name, samples),) = identity["samplings"].items()
     parts = [part for task in tasks for part in _parts_of(cfg, task, engine, loaded, samples[task.name])]
+    for note in loaded.chat.notes:
+        terminal.say(f"note: {note}")
     missing = [part for part in parts if not unfinished.has(part.file)]
     total = sum(len(part.questions) * samples[part.task.name] for part in parts)
     to_ask = sum(len(part.questions) * samples[part.task.name] for part in missing)

@@ -1,5 +1,6 @@
 """Render questions with a model's chat template, save a tokenizer, and choose its padding token."""
 
+from collections.abc import Collection
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,32 @@ class Chat:
     Attributes:
         key: the key with which the user sets the instruction, for messages; empty in a command without one.
         embeddings: the model's number of embeddings; None if the ids of prompts are not to be checked.
+        end_ids: the token ids that end a completion; empty if the template's end of an answer is not to be checked.
         day: the date for templates that write a date. A run keeps the day of its start when it resumes, so that its
             prompts stay the same.
         writes_date: whether the template has written the date into a prompt.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, key: str = "task.instruction", embeddings: int | None = None
-    ) -> None:
-        self.tokenizer, self.key, self.embeddings = tokenizer, key, embeddings
+        self, tokenizer: PreTrainedTokenizerBase, key: str = "task.instruction", embeddings: int | None = None,
+        end_ids: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.key, self.embeddings, self.end_ids = tokenizer, key, embeddings, end_ids
         self.day, self.writes_date = date.today(), False
 
     @property
     def notes(self) -> list[str]:
-        """Return lines to print for the user: a note if the template has written a date into a prompt, else []."""
-        return [f"the chat template writes a date into each prompt, here always {self.day}"] if self.writes_date else []
+        """Return lines to print for the user: on a date in the prompts, on an end of turn that ends no completion."""
+        notes = list[str]()
+        if self.writes_date:
+            notes.append(f"the chat template writes a date into each prompt, here always {self.day}")
+        end = self._end_of_answer()
+        if end and self.end_ids and (number := self.tokenizer.convert_tokens_to_ids(end)) not in self.end_ids:
+            notes.append(
+                f"the chat template ends an answer with {end}, which ends no completion: a model that writes it goes "
+                f"on to the token limit. Add {number} to eos_token_id in the model's generation_config.json"
+            )
+        return notes
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the token ids of a chat up to the answer.
@@ -53,8 +65,8 @@ class Chat:
         remedy = f"Type {self.key}='' if it takes no system message, or {another}" if self.key else f"Type {another}"
         try:
             dates = self._dates()
-            text = self._apply_template(messages, dates, tokenize=False)
-            ids = self._apply_template(messages, dates, return_dict=True)["input_ids"]
+            text = self._apply_template(messages, dates, add_generation_prompt=True, tokenize=False)
+            ids = self._apply_template(messages, dates, add_generation_prompt=True, return_dict=True)["input_ids"]
         except Exception as error:  # a template is a program and may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(f"{template} refuses the questions ({kind}{in_one_line(error)}). {remedy}") from error
@@ -70,6 +82,18 @@ class Chat:
             )
         return ids
 
+    def _end_of_answer(self) -> str | None:
+        """Return the special token that the template writes after an answer; None if it writes none, or is not read."""
+        chat = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This."}]
+        try:
+            text = self._apply_template(chat, self._dates(), tokenize=False)
+            tokens = self.tokenizer.added_tokens_decoder.values()  # mistral-common's tokenizers have none
+        except Exception:  # a template is a program and may raise anything; no prompt has an answer
+            return None
+        after = text.rpartition("This.")[2].lstrip()
+        ends = [token.content for token in tokens if token.special and after.startswith(token.content)]
+        return max(ends, key=len, default=None)
+
     def _dates(self) -> dict[str, str]:
         """Return the chat's day in each form that the template has, such as "%d %b %Y": {} if it asks for no date."""
         template = str(self.tokenizer.chat_template)
@@ -77,13 +101,13 @@ class Chat:
         forms = [text[1:-1] for _, kind, text in tokens if kind == "string" and "%" in text]
         return {form: datetime.combine(self.day, time()).strftime(form) for form in forms}
 
-    def _apply_template(self, messages: list[dict[str, str]], dates: dict[str, str], **output: bool) -> Any:
+    def _apply_template(self, messages: list[dict[str, str]], dates: dict[str, str], **options: bool) -> Any:
         """Apply the template to a chat: text with tokenize=False, a dict with "input_ids" with return_dict=True."""
         dated: dict[str, Any] = {}
         # mistral-common's tokenizers, used where vLLM is installed, refuse unknown variables.
         if "strftime_now" in str(self.tokenizer.chat_template):
             dated = {"chat_template": DATE_MACRO + self.tokenizer.get_chat_template(), "dates": dates}
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **output, **dated)
+        return self.tokenizer.apply_chat_template(messages, **options, **dated)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

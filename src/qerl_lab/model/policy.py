@@ -143,7 +143,8 @@ class Policy:
     @cached_property
     def chat(self) -> Chat:
         """Return the renderer of chats with the tokenizer's template."""
-        return Chat(self.tokenizer, embeddings=self.base.get_input_embeddings().num_embeddings)
+        embeddings = self.base.get_input_embeddings().num_embeddings
+        return Chat(self.tokenizer, embeddings=embeddings, end_ids=self.end_ids())
 
     def decode_prompt(self, prompt_ids: list[int]) -> str:
         """Decode a prompt to text, special tokens included."""

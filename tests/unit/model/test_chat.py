@@ -128,6 +128,23 @@ def test_a_tokenizer_that_refuses_variables_is_asked_for_its_ids_without_them() 
     assert Chat(Strict()).prompt_ids(ASKED) == [3, 1]
 
 
+@pytest.mark.parametrize(("template", "ends", "said"), [
+    (None, [0], ["ends an answer with <|im_end|>, which ends no completion", "Add 2 to eos_token_id"]),
+    (None, [0, 2], []),
+    (EVERY, [0], []),
+    ("{% if messages[-1].role == 'assistant' %}{{ 1 // 0 }}{% endif %}" + EVERY, [0], []),
+])  # fmt: skip
+def test_an_end_of_turn_that_ends_no_completion_gets_a_note(
+    template: str | None, ends: list[int], said: list[str]
+) -> None:
+    """Base models have such end tokens. Each completion then has the full length, and its format counts as wrong."""
+    own = Chat(AutoTokenizer.from_pretrained(ASSETS), end_ids=ends)
+    own.tokenizer.chat_template = template or own.tokenizer.chat_template
+    own.prompt_ids(ASKED)
+    assert len(own.notes) == bool(said)
+    assert all(words in own.notes[0] for words in said)
+
+
 def test_tags_that_are_special_tokens_stay_in_the_decoded_text(tiny: Any, build_policy: Any) -> None:
     """Only end tokens and padding are removed."""
     policy = build_policy(tiny())
