@@ -127,7 +127,9 @@ METRICS: dict[str, Metric] = {
     ),
     "sampler/kernel_gap_max": Metric("nats", "largest single difference in sampler/kernel_gap_mean"),
     "rollout/tokens_per_second": Metric(
-        "tokens/s", "completion tokens / seconds of generation, which are seconds/rollout unless it is sampled ahead"
+        "tokens/s",
+        "completion tokens of all processes / seconds of generation in the slowest; with gpus=1 these are "
+        "seconds/rollout, unless the step was sampled ahead",
     ),
     "rollout/completion_tokens": Metric("tokens", "mean length of a completion, truncated ones included"),
     "rollout/truncated_fraction": Metric("fraction", "completions without an end token, cut at max_completion_tokens"),
@@ -156,7 +158,7 @@ METRICS: dict[str, Metric] = {
     ),
     "step/seconds": Metric("s", "wall time of the whole step, until the device is done"),
     "step/tokens_per_second": Metric("tokens/s", "completion tokens / step/seconds"),
-    "seconds/rollout": Metric("s", "wall time of generation; for a step sampled ahead the wait for its batch"),
+    "seconds/rollout": Metric("s", "wall time of generation in the recording process; for a step sampled ahead the wait for its batch"),
     "seconds/resample": Metric(
         "s",
         "generation in the extra rollouts of dynamic sampling, in the slowest process; part of seconds/rollout with "

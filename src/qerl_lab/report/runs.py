@@ -264,9 +264,8 @@ def summarize(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
     steps = steps.loc[1:]
     spent = steps["step/seconds"].sum()
     tokens = steps["step/tokens_per_second"] * steps["step/seconds"]
-    generation = steps["seconds/rollout"]
-    if "rollout/staleness" in steps:  # of a step sampled ahead, seconds/rollout is only the wait for its batch
-        generation = generation.mask(steps["rollout/staleness"] == 1, tokens / steps["rollout/tokens_per_second"])
+    # Not seconds/rollout: it is the first process's own time, and the wait only for the batch of a step sampled ahead.
+    generation = tokens / steps["rollout/tokens_per_second"]
     result = {
         "steps": int(steps.index.max()),
         "entropy_first": float(first_tenth(steps["policy/entropy_nats"]).mean()),

@@ -85,16 +85,20 @@ def test_a_summary_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run
 
 
 def test_speeds_are_tokens_over_seconds_of_all_steps_and_memory_is_the_largest(tmp_path: Path) -> None:
-    """100 tokens in 1 s, then 60 in 3 s, each step with half a second of rollouts."""
+    """100 tokens in 1 s, then 60 in 3 s, each step with half a second of rollouts.
+
+    In the second step the slower of two processes generates for that time, and the first, which records, for 0.1 s.
+    """
     steps = [
         {"step/seconds": 1.0, "step/tokens_per_second": 100.0, "memory/rss_gib": 2.0},
-        {"step/seconds": 3.0, "step/tokens_per_second": 20.0, "memory/rss_gib": 1.0},
-    ]
+        {"step/seconds": 3.0, "step/tokens_per_second": 20.0, "memory/rss_gib": 1.0,
+         "rollout/tokens_per_second": 120.0, "seconds/rollout": 0.1},
+    ]  # fmt: skip
     lines = [encode_line(number, metrics_of(number, steps=2) | own) for number, own in enumerate(steps, 1)]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
     result = summary_of(tmp_path, seconds=1.0)
     assert (result["tokens_per_second"], result["rollout_tokens_per_second"]) == (40, 160)
-    assert (result["share_rollout"], result["memory_rss_gib"]) == (0.25, 2)
+    assert (result["share_rollout"], result["memory_rss_gib"]) == (0.15, 2)
 
 
 def test_the_closing_table_has_the_numbers_of_the_summary(run_dir: Path) -> None:
