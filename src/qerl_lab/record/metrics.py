@@ -158,7 +158,9 @@ METRICS: dict[str, Metric] = {
     ),
     "step/seconds": Metric("s", "wall time of the whole step, until the device is done"),
     "step/tokens_per_second": Metric("tokens/s", "completion tokens / step/seconds"),
-    "seconds/rollout": Metric("s", "wall time of generation in the recording process; for a step sampled ahead the wait for its batch"),
+    "seconds/rollout": Metric(
+        "s", "wall time of generation in the recording process; for a step sampled ahead the wait for its batch"
+    ),
     "seconds/resample": Metric(
         "s",
         "generation in the extra rollouts of dynamic sampling, in the slowest process; part of seconds/rollout with "
