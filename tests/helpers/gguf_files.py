@@ -21,12 +21,14 @@ def write_gguf(
     layers: int = LAYERS,
     rope_scaling: str = "",
     bias: bool = False,
+    two_ends: bool = False,
 ) -> dict[str, np.ndarray]:
     """Write the file; return the dequantized float32 values of its tensors, by name in the file.
 
     With fewer `layers` than LAYERS the tensors of the last ones are not in the file, as in the first part of a split
     file. `rope_scaling` is "llama3", which makes a tensor, or a type of llama.cpp, such as "yarn".
-    With `bias` an attention layer has a bias, for which transformers has no place in a llama.
+    With `bias` an attention layer has a bias, for which transformers has no place in a llama. With `two_ends` a text
+    ends with another token than an answer, as in Gemma.
     """
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(2048)
@@ -37,7 +39,7 @@ def write_gguf(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    vocabulary = _add_tokenizer(writer)
+    vocabulary = _add_tokenizer(writer, two_ends)
     if rope_scaling == "llama3":
         writer.add_tensor("rope_freqs.weight", np.array([1, 1, 1, 1, 2, 4, 8, 8], np.float32))
     elif rope_scaling:
@@ -53,7 +55,7 @@ def write_gguf(
     return values
 
 
-def _add_tokenizer(writer: GGUFWriter) -> int:
+def _add_tokenizer(writer: GGUFWriter, two_ends: bool) -> int:
     """Add the embedded policy's tokenizer, its end token given by id as in all GGUF files; return the token count."""
     stored = json.loads((ASSETS / "tokenizer.json").read_text())
     added = {entry["content"]: entry for entry in stored["added_tokens"]}
@@ -67,7 +69,9 @@ def _add_tokenizer(writer: GGUFWriter) -> int:
     writer.add_token_types([kinds.get(token, TokenType.NORMAL) for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in stored["model"]["merges"]])
     writer.add_bos_token_id(ids["<|im_start|>"])
-    writer.add_eos_token_id(ids[END])
+    writer.add_eos_token_id(ids["<|endoftext|>" if two_ends else END])
+    if two_ends:
+        writer.add_eot_token_id(ids[END])
     writer.add_pad_token_id(ids["<|endoftext|>"])
     writer.add_add_bos_token(False)
     writer.add_chat_template((ASSETS / "chat_template.jinja").read_text())

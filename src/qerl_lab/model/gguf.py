@@ -35,6 +35,7 @@ SPECIAL = {
     "bos_token": "tokenizer.ggml.bos_token_id", "eos_token": "tokenizer.ggml.eos_token_id",
     "unk_token": "tokenizer.ggml.unknown_token_id", "pad_token": "tokenizer.ggml.padding_token_id",
 }  # fmt: skip
+END_OF_TURN = "tokenizer.ggml.eot_token_id"  # if the end of an answer is not the end of a text
 
 
 class Header(NamedTuple):
@@ -155,6 +156,9 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     for name, key in SPECIAL.items():
         if key in metadata:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(metadata[key]))
+    ends = [metadata[key] for key in (SPECIAL["eos_token"], END_OF_TURN) if key in metadata]
+    if len({*ends}) > 1:  # transformers drops the second, and with it the end of each answer of Gemma
+        model.generation_config.eos_token_id = ends
     kinds = enumerate(metadata.get("tokenizer.ggml.token_type", ()))
     unsplit = tokenizer.convert_ids_to_tokens([number for number, kind in kinds if kind == USER_DEFINED])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in unsplit])

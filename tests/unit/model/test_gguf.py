@@ -127,6 +127,15 @@ def test_a_file_that_transformers_cannot_read_is_a_user_error(new_file: Path) ->
     assert list(cache_folder().iterdir()) == []
 
 
+@pytest.mark.parametrize(("two_ends", "ends"), [(False, [2]), (True, [0, 2])])
+def test_the_end_of_a_turn_ends_a_completion(new_file: Path, two_ends: bool, ends: list[int]) -> None:
+    """transformers reads only the end of a text, after which an answer of Gemma would go on to the token limit."""
+    write_gguf(new_file, two_ends=two_ends)
+    loaded = policy.build(RunConfig(model=ModelConfig(path=str(new_file))), CPU)
+    assert loaded.end_ids() == ends
+    assert loaded.chat.notes == []
+
+
 def test_a_part_of_a_split_file_is_refused(new_file: Path) -> None:
     """transformers would fill the weights that are in the other parts with random numbers."""
     write_gguf(new_file, layers=1)
