@@ -1,6 +1,7 @@
 """Collect a policy's weights by checkpoint name (packed, dequantized, or merged with its adapter); write a model."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -64,6 +65,23 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
             weight = torch.addmm(weight, B, A, alpha=lora.scaling["default"])
         tensors[f"{name}.weight"] = weight.to(dtype)
     return tensors
+
+
+def rounding_share(policy: Policy, tensors: Mapping[str, Tensor]) -> float:
+    """Return how far rounding moved the merged weights, as a share of how far the adapter moved them; 1: nothing stays.
+
+    Both are root mean squares over all layers with an adapter. `tensors` come from `dense_tensors` with `merged`. 0 for
+    an adapter that moves nothing.
+    """
+    rounded = moved = 0.0
+    for name, layer in policy.base.named_modules():
+        if isinstance(layer, LoraLayer):
+            base, change = layer.get_base_layer(), layer.get_delta_weight("default").detach().float()
+            is_packed = isinstance(base, PackedLinear)
+            weight = base.unpack(torch.float32) * base.decoder.alpha if is_packed else base.weight.float()
+            rounded += (tensors[f"{name}.weight"] - weight).double().sub(change).square().sum().item()
+            moved += change.double().square().sum().item()
+    return math.sqrt(rounded / moved) if moved else 0.0
 
 
 def write_model(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, base: Path, folder: Path) -> None:

@@ -116,19 +116,26 @@ def write_dense(cfg: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
     """Write a run's base model, quantized as in the run and dequantized, to `out` for transformers.
 
     `merged` adds `adapter` to the weights. `base` is the folder of the base model, for the tokenizer. Computes in
-    float32 on the CPU, and rounds the result to `dtype_name`.
+    float32 on the CPU, and rounds the result to `dtype_name`. Prints how much of the adapter a rounded merge keeps.
     """
     import torch
 
     from qerl_lab.model import policy
-    from qerl_lab.model.dense import dense_tensors, write_model
+    from qerl_lab.model.dense import dense_tensors, rounding_share, write_model
 
     dtype = getattr(torch, dtype_name)
     model = replace(cfg.model, dtype="float32", attention="eager")  # it never runs; others may need a package
     cfg = replace(cfg, model=model, format=replace(cfg.format, dense_cache="off"))
     loaded = policy.build(cfg, torch.device("cpu"))
     policy.load_adapter(loaded.model, adapter)
-    write_model(dense_tensors(loaded, dtype, merged=merged), dtype, base, out)
+    tensors = dense_tensors(loaded, dtype, merged=merged)
+    if merged and dtype != torch.float32:
+        share = rounding_share(loaded, tensors)
+        terminal.say(
+            f"note: rounding to {dtype_name} moved the weights {share:.0%} as far as the adapter did, so the model may "
+            "answer otherwise than the run. Type dtype=float32, or leave merged out, to keep the adapter whole."
+        )
+    write_model(tensors, dtype, base, out)
 
 
 def model_card(options: ExportOptions, cfg: RunConfig, run: RunDirectory) -> str:

@@ -22,6 +22,7 @@ from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import policy, weight_files
+from qerl_lab.model.dense import dense_tensors, rounding_share
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.quantize import __main__ as quantize
@@ -132,6 +133,34 @@ def test_plain_vllm_gives_the_logits_of_the_run(runs: Runs, tmp_path: Path) -> N
     for base, adapter in ((beside / "base", beside), (merged, None)):
         (found,) = elsewhere("vllm", ids, [(base, adapter)], tmp_path)
         assert (own_logprobs(learner, ids) - found).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("format_name", ["nvfp4", "bf16"])
+def test_a_merge_says_how_much_of_the_adapter_rounding_loses(
+    format_name: str, tiny: Callable[..., RunConfig], build_policy: Build
+) -> None:
+    learner = build_policy(tiny(format__name=format_name, lora__rank=4, lora__alpha=6.0))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    base, exact = (dense_tensors(learner, torch.float32, merged=merged) for merged in (False, True))
+    rounded = dense_tensors(learner, torch.bfloat16, merged=True)
+    layers = [key for key in base if not torch.equal(base[key], exact[key])]
+    assert name in layers
+    lost, moved = (torch.cat([(a[key].double() - b[key]).flatten() for key in layers]).norm()
+                   for a, b in ((rounded, exact), (exact, base)))  # fmt: skip
+    assert rounding_share(learner, rounded) == pytest.approx(float(lost / moved), rel=1e-3)
+    for key, parameter in learner.model.named_parameters():
+        if "lora_B" in key:
+            parameter.data *= 1e-9
+    assert rounding_share(learner, dense_tensors(learner, torch.bfloat16, merged=True)) > 0.99
+
+
+def test_a_rounded_merge_prints_its_loss(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs["bf16"][0]
+    exported(tmp_path / "rounded", run, merged=True)
+    assert "note: rounding to bfloat16 moved the weights " in capsys.readouterr().err
+    exported(tmp_path / "exact", run, merged=True, dtype="float32")
+    exported(tmp_path / "adapter", run)
+    assert "rounding" not in capsys.readouterr().err
 
 
 def test_the_card_has_the_settings_and_results_of_the_run(runs: Runs, tmp_path: Path) -> None:
