@@ -225,7 +225,10 @@ def text(comparison: Comparison, baseline: str | None) -> str:
             undeclared.update({*differing_keys([first_run, base])} - first_run.declared - base.declared)
         if undeclared:
             named = ", ".join(f"{key} ({with_noun(count, 'arm')})" for key, count in sorted(undeclared.items()))
-            parts.append(f"after - {baseline} also reflects settings no experiment declares: {named}.")
+            parts.append(
+                f"Arms also differ from {baseline} in keys that no experiment sets, which after - {baseline} reflects: "
+                f"{named}."
+            )
     parts += [*notes(comparison), describe_no_baseline(comparison, baseline), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part)
 
