@@ -75,6 +75,7 @@ def run_subcommand(commands: Mapping[str, Command[Any]], arguments: list[str]) -
         width = max(len(command.usage) for command in commands.values()) + 2
         for command in commands.values():
             print("\n".join(format_entry(command.usage, command.about, width)))
+        print("Type --help after a command for its keys.")
         return OK
     if name not in commands:
         hint = did_you_mean(name, list(commands))

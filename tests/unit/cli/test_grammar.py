@@ -221,7 +221,9 @@ def test_a_wrong_word_is_one_line_and_nothing_is_done(
 def test_a_command_of_several_is_picked_by_its_first_word(command: Typed, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--help"]):
         assert main_of(command)(words) == 0
-        assert f"python -m {command.module} {command.pick}" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"python -m {command.module} {command.pick}" in out
+        assert out.endswith("\nType --help after a command for its keys.\n")
     assert main_of(command)([f"{command.pick}e"]) == 2
     said = f"error: {command.pick}e is not a command. Did you mean {command.pick}? Allowed: "
     assert capsys.readouterr().err.startswith(said)
