@@ -111,7 +111,8 @@ def test_float32_norms_without_noise_give_the_bits_of_bfloat16_norms(kind: str) 
 def test_a_policy_in_bfloat16_is_written_with_norms_in_bfloat16(tiny, build_policy) -> None:
     """The norms have the dtype of the files again. An engine and an export take these tensors."""
     policy = build_policy(tiny(model__dtype="bfloat16"))
-    for name, weight in base_tensors(policy).items():
-        if "norm" in name:
-            assert weight.dtype == torch.bfloat16
-            assert torch.equal(weight.float(), policy.clean_norms.get(name.removesuffix(".weight"), weight.float()))
+    written = base_tensors(policy)
+    assert {weight.dtype for name, weight in written.items() if "norm" in name} == {torch.bfloat16}
+    assert policy.clean_norms
+    for name, clean in policy.clean_norms.items():
+        assert torch.equal(written[f"{name}.weight"].float(), clean)

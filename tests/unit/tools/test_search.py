@@ -67,9 +67,12 @@ def table_of(out: Path) -> list[str]:
     return (out / "table.txt").read_text().splitlines()
 
 
-def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+ON_A_CLUSTER = ("+experiment=nvfp4_aqn", "launcher=slurm", "slurm=--partition=gpu --time=60")
+
+
+def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path) -> None:
     lab = Lab()
-    search(tmp_path, lab, "+experiment=nvfp4_aqn", "launcher=slurm", "slurm=--partition=gpu --time=60")
+    search(tmp_path, lab, *ON_A_CLUSTER)
     assert len(lab.calls) == 4
     first = lab.calls[0]
     assert first[:3] == ["-m", "+experiment=nvfp4_aqn", "launcher=slurm"]
@@ -81,7 +84,13 @@ def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys:
     digits = {len(word.split("=")[1].replace(".", "").lstrip("0")) for each in lab.proposals for word in each}
     assert max(digits) == 3
     assert len({tuple(each) for each in lab.proposals}) == 4
-    table = (tmp_path / "table.txt").read_text().splitlines()
+
+
+def test_the_table_has_the_best_trial_first_and_the_command_to_report_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search(tmp_path, Lab(), *ON_A_CLUSTER)
+    table = table_of(tmp_path)
     worth = [float(line.split()[1]) for line in table[1:5]]
     assert worth == sorted(worth, reverse=True)
     tried = dict(word.split("=") for word in table[1].split()[2:4])
@@ -89,7 +98,7 @@ def test_a_trial_is_a_sweep_over_the_seeds_of_the_search(tmp_path: Path, capsys:
     assert worth[0] == pytest.approx(1 - far + 0.05, abs=1e-3), "the mean of both seeds, over all steps"
     assert table[-1].startswith("next: ")
     report = shlex.split(table[-1].partition("python -m qerl_lab ")[2])
-    assert report[:4] == ["-m", "+experiment=nvfp4_aqn", "launcher=slurm", "slurm=--partition=gpu --time=60"]
+    assert report[:4] == ["-m", *ON_A_CLUSTER]
     assert report[4:] == [*table[1].split()[2:4], "seed=0,1,2,3,4"]
     assert table[0] in capsys.readouterr().out
 
@@ -129,7 +138,7 @@ def test_a_trial_with_a_failed_run_has_no_value_and_the_search_continues(tmp_pat
     assert "eval.questions=0" not in lab.calls[0]
     tried = [dict(word.split("=", 1) for word in words if "=" in word)["hydra.sweep.dir"] for words in lab.calls]
     assert tried == [f"{tmp_path}/trial-{number:04}" for number in range(4)]
-    table = (tmp_path / "table.txt").read_text().splitlines()
+    table = table_of(tmp_path)
     assert table[1].split()[:2] == ["0", "0.2500"]
     assert table[4].split()[:2] == ["1", "failed"]
 
@@ -207,6 +216,9 @@ def test_a_search_for_accuracy_needs_questions() -> None:
 def test_a_wrong_search_space_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_space(words, SearchOptions())
+
+
+def test_a_search_without_seeds_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"seeds=\[\] is empty"):
         read_space(RANGES, SearchOptions(seeds=[]))
 
