@@ -251,10 +251,10 @@ class VllmConfig:
     linear_backend: str = option(
         "auto",
         "kernel of packed products; auto: fp4_tiles where it fits, otherwise marlin for W8A16 and share_base, vllm for "
-        "the rest; "
-        "vllm: vLLM's choice; fp4_tiles: the lab's own, NVFP4 with lora=dense on an H100 or H200, adapter included",
+        "the rest; vllm: vLLM's choice; fp4_tiles: the lab's own, NVFP4 with lora=dense on an H100 or H200, adapter "
+        "included",
         choices=("auto", "vllm", "marlin", "humming", "fp4_tiles"),
-    )  # fmt: skip
+    )
     dense_rows: int | None = option(
         None, "NVFP4 with lora=dense: from this many completions at once multiply with an unpacked copy of the "
         "weights, in dense_dtype; null: no copy",

@@ -27,7 +27,8 @@ from torch import Tensor
 from qerl_lab.formats.format import Decoder, ceil_div
 from qerl_lab.formats.nvfp4 import GLOBAL_SCALE, Nvfp4
 
-BLOCK, DEPTH, AT_A_TIME, BLOCK_BYTES = 64, 64, 2, 2304  # as in fp4_tiles.cu
+BLOCK, DEPTH, BLOCK_BYTES = 64, 64, 2304  # rows, columns and bytes of a block, as in fp4_tiles.cu
+AT_A_TIME = 2  # blocks along K that the kernel fetches together, as in fp4_tiles.cu
 TILES = "fp4_tiles"
 _CODE_WORDS = 128  # per quarter block
 _SIGNS = -0x7FFF8000  # 0x80008000 as int32
@@ -79,7 +80,8 @@ class Tiles:
         tiles, depth, _, tile, _ = held[TILES].shape
         are_whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
         are_held = self.first + self.rows <= tiles * tile * BLOCK and depth == depth_of(self.columns)
-        assert (are_whole, are_held, shape) == (True, True, (self.rows, self.columns)), f"{self} of a layer {shape}"
+        fits = are_whole and are_held and shape == (self.rows, self.columns)
+        assert fits, f"{self} of a layer {shape}"
         return Decoder(partial(self._unpack_part, held), held[GLOBAL_SCALE].reciprocal().item())
 
     def _unpack_part(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -117,11 +117,8 @@ def fill(
     that is missing, superfluous, of wrong shape or dtype, or has NaN or Inf, for a copy of a tied tensor with other
     values, and for parts of a fused layer that differ in their shared tensor scale.
     """
-    weight_format, linears, shapes = (
-        packed_as.weight_format,
-        packable_linears(model, packed_as.ignore),
-        shapes_of(model),
-    )
+    weight_format, shapes = packed_as.weight_format, shapes_of(model)
+    linears = packable_linears(model, packed_as.ignore)
     dense = sorted(shapes.keys() - {f"{name}.weight" for name in linears})
     expected = {name: shapes[name] for name in dense} if is_packed else shapes
     check_tensors(model, source, expected, weight_format, linears if is_packed else ())

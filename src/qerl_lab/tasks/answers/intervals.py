@@ -19,8 +19,8 @@ OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 def same_set(left: Form, right: Form) -> bool:
     """Tell whether two forms describe the same set of real numbers.
 
-    False if a form is no such set, if inequalities bound different variables, or if none of the two is an inequality, a
-    union or a difference: `(1, 2)` alone may be a point.
+    False if a form is no such set, if inequalities bound different variables, or if neither is an inequality, a union
+    or a difference: `(1, 2)` alone may be a point.
     """
     is_sure = any(
         isinstance(form, Relation) or (isinstance(form, Several) and form.kind in ("or", "minus"))
