@@ -81,8 +81,7 @@ def _compare_named(left: Named, right: Form) -> bool:
     if isinstance(right, Named):
         return False
     variables = frozenset().union(*map(names, right.sides)) if isinstance(right, Relation) else frozenset()
-    name = re.sub("[{}]", "", left.name)
-    return (not variables or any(variable in name for variable in variables)) and equal(left.form, right)
+    return (not variables or variables == names(read_expression(left.name))) and equal(left.form, right)
 
 
 def _as_relation(form: Form) -> Relation | None:
