@@ -261,7 +261,7 @@ def row_name(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the rows as the printed table: one line per model, the dense one first."""
-    lines = [["weights", "entropy", "forking", "rest", "change, 95% interval", "p", "KL to dense", "error"]]
+    lines = [["weights", "entropy", "forking", "rest", "change, 95% interval", "p", "KL to dense", "weight error"]]
     for row in rows:
         means = (row["entropy"]["mean"], row["entropy_forking"], row["entropy_rest"])
         cells = [row_name(row), *(f"{mean:.4f}" for mean in means)]

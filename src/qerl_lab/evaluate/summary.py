@@ -81,7 +81,7 @@ def table(results: Sequence[Summary]) -> str:
     The column pass@k reads `@2 0.500  @4 0.625`. It omits pass@1, which equals accuracy for right-or-wrong scores.
     """
     is_sampled = any(result["samples"] > 1 for result in results)
-    head = ["benchmark", "engine", "questions", "samples", "accuracy, 95% interval", "error"]
+    head = ["benchmark", "engine", "questions", "samples", "accuracy, 95% interval", "standard error"]
     rows = [[*head, *(["pass@k", "answer entropy"] if is_sampled else []), "format", "tokens", "cut"]]
     for result in results:
         error = result["standard_error"]

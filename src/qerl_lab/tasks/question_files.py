@@ -116,7 +116,7 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make, prefix: 
     the questions of runs by id, so ids do not depend on `task.module`, which may only grade the answers.
     """
     prefix = prefix or source.hub_id.rpartition("/")[2] or cfg.name
-    columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
+    columns = {**source.columns, **{role: name for role, name in vars(cfg.columns).items() if name is not None}}
     found, bad, total = dict[str, Question](), list[str](), 0
     for total, (where, values) in enumerate(_rows(cfg, source, of_heldout), start=1):
         try:
