@@ -197,7 +197,7 @@ def baseline_of(runs_of: Mapping[str, Sequence[Run]], wanted: str | None) -> str
     if found is not None:
         return found
     what = "is several arms" if fits else "is none of the arms"
-    hint = did_you_mean(wanted, list(runs_of))
+    hint = did_you_mean(wanted, [*dict.fromkeys(label.partition(" (")[0] for label in runs_of), *runs_of])
     raise ConfigError(f"baseline={wanted} {what}.{hint} Allowed: {'; '.join(fits or runs_of)}. Type one, in quotes.")
 
 

@@ -321,8 +321,8 @@ def test_a_baseline_may_be_named_by_its_experiment_where_it_is_clear_which_arm_t
     arms |= of_arms(("nf4", 6))
     with pytest.raises(ConfigError, match=r"nvfp4 is several arms.* nvfp4 \(steps=5\); nvfp4 \(steps=6\)"):
         comparison.baseline_of(arms, "nvfp4")
-    with pytest.raises(ConfigError, match="baseline=mxfp4 is none of the arms"):
-        comparison.baseline_of(arms, "mxfp4")
+    with pytest.raises(ConfigError, match=r"baseline=nvfp is none of the arms. Did you mean nvfp4\?"):
+        comparison.baseline_of(arms, "nvfp")
     assert comparison.baseline_of(of_arms(("bf16", 5), ("bf16", 6)), None) is None
     assert comparison.baseline_of(of_arms(("bf16", 5)), None) is None, "one arm has nothing to be compared with"
     several = comparison.Comparison({label: [] for label in ("adhoc", "bf16 (steps=5)", "bf16 (steps=6)")}, [], {}, [])
