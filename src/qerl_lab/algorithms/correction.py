@@ -29,7 +29,9 @@ class ImportanceWeights(NamedTuple):
 def importance_weights(
     correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor
 ) -> ImportanceWeights:
-    """Compute the importance weights trainer / sampler: one per token, or one per completion for "sequence_*".
+    """Compute the importance weights: the trainer's probability of what was sampled, divided by the sampler's.
+
+    There is one weight per token [B, T], or one per completion [B, 1] for "sequence_*", "off" and "in_ratio".
 
     A ratio above `clip_max` becomes `clip_max` ("*_truncate") or 0 ("*_mask"). "off" and "in_ratio" give weights of 1.
 

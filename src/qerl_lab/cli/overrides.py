@@ -187,7 +187,7 @@ def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigEr
 
 
 def overrides_of_runs(overrides: list[str]) -> list[str]:
-    """Return the overrides that runs have: all but those for Hydra's own settings and for the group `sweeps`."""
+    """Return `overrides` without those for Hydra's own settings and for the group `sweeps`."""
     return [line for line in overrides if not line.startswith(("hydra.", "hydra/", "+sweeps="))]
 
 

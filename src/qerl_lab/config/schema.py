@@ -353,9 +353,9 @@ class OptimConfig:
 
     @property
     def chosen_micro_batch_size(self) -> int:
-        """Return micro_batch_size once it is a number.
+        """Return micro_batch_size as a number, for code that runs after null was replaced.
 
-        Raises ConfigError if it is null: a run replaces null by a number before it trains, other commands do not.
+        A run replaces null by a number before it trains. Other commands do not; there null raises ConfigError.
         """
         if self.micro_batch_size is None:
             raise ConfigError("optim.micro_batch_size=null works in a run only. Type optim.micro_batch_size=8.")

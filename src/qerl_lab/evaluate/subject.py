@@ -201,9 +201,12 @@ def note_trained_questions(chosen: Subject, benchmarks: list[Task]) -> list[Task
     noted = []
     for benchmark in benchmarks:
         count = sum(wording(question.prompt) in trained for question in benchmark.heldout)
-        note = f"not compared with the training questions of the run: {problem}" if problem else ""
-        if count and not problem:
+        if problem:
+            note = f"not compared with the training questions of the run: {problem}"
+        elif count:
             note = f"the run was trained on {count:,} of these {with_noun(len(benchmark.heldout), 'question')}"
+        else:
+            note = ""
         noted.append(replace(benchmark, warnings=(*benchmark.warnings, note)) if note else benchmark)
     return noted
 

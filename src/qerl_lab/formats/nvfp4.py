@@ -128,9 +128,9 @@ class Nvfp4(CompressedTensors):
 
 
 def _block_scale(blocks: Tensor, global_scale: Tensor, top: float) -> Tensor:
-    """Compute E4M3 scales, as float32 `[N, K/16]`, that map the maxima of `blocks[N, K/16, 16]` to `top`, 6 or 4.
+    """Compute block scales, rounded to E4M3, in float32 `[N, K/16]`. A scale that would be 0 becomes 0.125.
 
-    A scale that would be 0 becomes 0.125.
+    With its scale the largest magnitude of a block in `blocks[N, K/16, 16]` becomes `top`, which is 6 or 4.
     """
     scale = (global_scale * (blocks.abs().amax(-1) / top)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(scale == 0, _SCALE_OF_ZERO_BLOCK, scale)

@@ -174,7 +174,7 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
             found.setdefault(rest, {}).setdefault(settings["format.name"], label)
 
     def size(rest: Arm) -> tuple[int, int]:
-        """Return how many formats and how many runs the group with these other settings has."""
+        """Return the number of formats and the number of runs in the group with the settings `rest`."""
         return len(found[rest]), sum(len(comparison.arms[label]) for label in found[rest].values())
 
     several = sorted((rest for rest, formats in found.items() if len(formats) > 1), key=size, reverse=True)

@@ -72,7 +72,10 @@ def geometric_cell(values_S: pd.Series, spell: Spell = format_number, spell_end:
 
 
 def without_empty_columns(rows: Rows, keep_first: int = 1) -> tuple[Rows, list[str]]:
-    """Drop columns of dashes only; return the rows and the heads of dropped columns. `keep_first` columns stay."""
+    """Drop columns that have only dashes; return the other columns and the heads of those dropped.
+
+    The first `keep_first` columns are never dropped.
+    """
     head, *body = rows
     empty = [n for n in range(keep_first, len(head)) if body and all(row[n] == NONE for row in body)]
     kept = [[cell for n, cell in enumerate(row) if n not in empty] for row in rows]

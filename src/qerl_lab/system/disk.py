@@ -50,7 +50,7 @@ def exclusive(folder: Path, refusal: str | None = None) -> Iterator[None]:
 
 
 def temporary_path(path: Path, aside: str = "tmp") -> Path:
-    """Return the path of the temporary file with which `replace_file` writes `path`: `NAME.<aside>`, beside it."""
+    """Return `path` with `.<aside>` added to its name; `replace_file` writes there before it replaces `path`."""
     return path.with_name(f"{path.name}.{aside}")
 
 

@@ -276,9 +276,9 @@ def _parse_part(values: Any) -> Part:
 
 
 def _check_evaluation(line: str, where: str) -> None:
-    """Raise ConfigError unless `line` evaluates a run, because else it would fail only after the run's training.
+    """Raise ConfigError unless `line`, of `after`, is a valid `evaluate accuracy` command.
 
-    `where` names the line.
+    Without this check it would fail only after the run's training. `where` names the line in the message.
     """
     command, *words = split_words(os.path.expandvars(line), where) or [""]
     if command != "accuracy":  # the other commands take no run

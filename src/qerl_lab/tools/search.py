@@ -252,7 +252,7 @@ EXAMPLES = (
 
 @exits.command
 def main(arguments: list[str]) -> int:
-    """Split `arguments` into options of the search and overrides of its runs; run the search; return the exit code."""
+    """Run the command `search` and return its exit code. `arguments` has its options, and overrides of its runs."""
     own = [word for word in arguments if is_own(word)]
     if arguments and not own:
         own = ["out="]  # then the error names `out` as missing; the manual is only for an empty command

@@ -281,7 +281,7 @@ def device_properties(device: torch.device) -> DeviceProperties:
 
 
 def _launch_kernel(config: LaunchConfig, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
-    """Launch the kernel variant of `config`, with the arguments x, `tensors` and `shape` of fp4_tiles.cu."""
+    """Launch the variant of the kernel in fp4_tiles.cu that `config` chooses, on x, B, `tensors` and `shape`."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     name, line = instance(config.rows, config.tile, config.groups, config.pieces > 1)
