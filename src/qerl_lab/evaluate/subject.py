@@ -153,7 +153,7 @@ def load_policy(subject: Subject) -> Policy:
 def dequantized_subject(subject: Subject) -> Iterator[Subject]:
     """Context manager: yield the subject with its packed layers dequantized to bfloat16, in a temporary folder."""
     loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device), fits_names=True)
-    tensors = dense_tensors(loaded, torch.bfloat16)
+    tensors, _ = dense_tensors(loaded, torch.bfloat16)
     model_folder = local_folder(subject.cfg.model.path, subject.cfg.model.revision)
     with scratch_folder(size_of(tensors)) as folder:
         write_model(tensors, None, model_folder, folder)

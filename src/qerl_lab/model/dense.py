@@ -42,14 +42,16 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
     }
 
 
-def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -> dict[str, Tensor]:
-    """Return the policy's `base_tensors` with each packed Linear dequantized to `dtype`.
+def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -> tuple[dict[str, Tensor], float]:
+    """Return the policy's `base_tensors` with each packed Linear dequantized to `dtype`, and the rounding share.
 
     Dense layers keep the dtype in which they were loaded. With `merged` the weight of a layer with an adapter becomes
-    W + scaling * B A, added in float32 and rounded once to `dtype`.
+    W + scaling * B A, added in float32 and rounded once to `dtype`. The rounding share is how far this rounding moved
+    these weights divided by how far the adapter moved them (root mean squares over all layers with an adapter). At 1
+    the adapter is lost. It is 0 without `merged`, and for an adapter that moves nothing.
     """
     base, tensors = policy.base, base_tensors(policy)
-    packed = packed_layers(base)
+    packed, rounded, moved = packed_layers(base), 0.0, 0.0
     adapted = {name: layer for name, layer in base.named_modules() if merged and isinstance(layer, LoraLayer)}
     for name in packed | adapted:
         layer = packed.get(name)
@@ -59,29 +61,13 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
             weight = weight_format.dequantize(stored, shape, torch.float32 if name in adapted else dtype)
         else:
             weight = tensors[f"{name}.weight"].float()
-        if name in adapted:
-            lora = adapted[name]
-            A, B = (factor["default"].weight.detach().float() for factor in (lora.lora_A, lora.lora_B))
-            weight = torch.addmm(weight, B, A, alpha=lora.scaling["default"])
         tensors[f"{name}.weight"] = weight.to(dtype)
-    return tensors
-
-
-def rounding_share(policy: Policy, tensors: Mapping[str, Tensor]) -> float:
-    """Return how far rounding moved the merged weights, as a share of how far the adapter moved them; 1: nothing stays.
-
-    Both are root mean squares over all layers with an adapter. `tensors` come from `dense_tensors` with `merged`. 0 for
-    an adapter that moves nothing.
-    """
-    rounded = moved = 0.0
-    for name, layer in policy.base.named_modules():
-        if isinstance(layer, LoraLayer):
-            base, change = layer.get_base_layer(), layer.get_delta_weight("default").detach().float()
-            is_packed = isinstance(base, PackedLinear)
-            weight = base.unpack(torch.float32) * base.decoder.alpha if is_packed else base.weight.float()
+        if name in adapted:
+            change = adapted[name].get_delta_weight("default").detach().float()
+            tensors[f"{name}.weight"] = (weight + change).to(dtype)
             rounded += (tensors[f"{name}.weight"] - weight).double().sub(change).square().sum().item()
             moved += change.double().square().sum().item()
-    return math.sqrt(rounded / moved) if moved else 0.0
+    return tensors, math.sqrt(rounded / moved) if moved else 0.0
 
 
 def write_model(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, base: Path, folder: Path) -> None:

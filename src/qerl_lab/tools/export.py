@@ -121,16 +121,15 @@ def write_dense(cfg: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
     import torch
 
     from qerl_lab.model import policy
-    from qerl_lab.model.dense import dense_tensors, rounding_share, write_model
+    from qerl_lab.model.dense import dense_tensors, write_model
 
     dtype = getattr(torch, dtype_name)
     model = replace(cfg.model, dtype="float32", attention="eager")  # it never runs; others may need a package
     cfg = replace(cfg, model=model, format=replace(cfg.format, dense_cache="off"))
     loaded = policy.build(cfg, torch.device("cpu"))
     policy.load_adapter(loaded.model, adapter)
-    tensors = dense_tensors(loaded, dtype, merged=merged)
+    tensors, share = dense_tensors(loaded, dtype, merged=merged)
     if merged and dtype != torch.float32:
-        share = rounding_share(loaded, tensors)
         terminal.say(
             f"note: rounding to {dtype_name} moved the weights {share:.0%} as far as the adapter did, so the model may "
             "answer otherwise than the run. Type dtype=float32, or leave merged out, to keep the adapter whole."

@@ -150,13 +150,13 @@ def test_a_layer_with_a_scale_that_the_form_drops_keeps_its_own(
 
 @pytest.mark.parametrize("form", [in_marlin, in_tiles])
 def test_readers_of_the_base_get_the_same_weights(policy: Policy, cfg: Any, tmp_path: Path, form: Form) -> None:
-    before, dense = base_tensors(policy), dense_tensors(policy, torch.float32)
+    before, dense = base_tensors(policy), dense_tensors(policy, torch.float32)[0]
     sizes = linear_bytes(policy.model), total_bytes(policy.model)
     one_copy.share(policy, engine_of(policy, form=form))
     after = base_tensors(policy)
     assert after.keys() == before.keys()
     assert all(equal(after[name], tensor) for name, tensor in before.items())
-    assert all(equal(tensor, dense[name]) for name, tensor in dense_tensors(policy, torch.float32).items())
+    assert all(equal(tensor, dense[name]) for name, tensor in dense_tensors(policy, torch.float32)[0].items())
     if form is in_marlin:  # tiles can be larger than their parts
         # each byte has one owner, and that is the policy
         assert (linear_bytes(policy.model), total_bytes(policy.model)) == sizes

@@ -22,7 +22,7 @@ from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import policy, weight_files
-from qerl_lab.model.dense import dense_tensors, rounding_share
+from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.quantize import __main__ as quantize
@@ -141,17 +141,18 @@ def test_a_merge_says_how_much_of_the_adapter_rounding_loses(
 ) -> None:
     learner = build_policy(tiny(format__name=format_name, lora__rank=4, lora__alpha=6.0))
     name = "model.layers.0.self_attn.q_proj.weight"
-    base, exact = (dense_tensors(learner, torch.float32, merged=merged) for merged in (False, True))
-    rounded = dense_tensors(learner, torch.bfloat16, merged=True)
+    (base, none), (exact, _) = (dense_tensors(learner, torch.float32, merged=merged) for merged in (False, True))
+    rounded, share = dense_tensors(learner, torch.bfloat16, merged=True)
     layers = [key for key in base if not torch.equal(base[key], exact[key])]
     assert name in layers
     lost, moved = (torch.cat([(a[key].double() - b[key]).flatten() for key in layers]).norm()
                    for a, b in ((rounded, exact), (exact, base)))  # fmt: skip
-    assert rounding_share(learner, rounded) == pytest.approx(float(lost / moved), rel=1e-3)
+    assert share == pytest.approx(float(lost / moved), rel=1e-3)
+    assert none == 0
     for key, parameter in learner.model.named_parameters():
         if "lora_B" in key:
             parameter.data *= 1e-9
-    assert rounding_share(learner, dense_tensors(learner, torch.bfloat16, merged=True)) > 0.99
+    assert dense_tensors(learner, torch.bfloat16, merged=True)[1] > 0.99
 
 
 def test_a_rounded_merge_prints_its_loss(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
