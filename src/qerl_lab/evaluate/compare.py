@@ -78,10 +78,12 @@ def run(a_path: str, b_path: str) -> None:
     """Print the table of differences B - A between evaluations, with notes.
 
     Each path is the folder of one evaluation, or a folder above the evaluations of several seeds. Raises ConfigError if
-    A and B cannot be paired.
+    A and B cannot be paired, or have an evaluation in common.
     """
     a, b = read_arm(a_path), read_arm(b_path)
     pairs, notes = pair_evaluations(a, b)
+    if any(one.about == other.about for one, other in pairs):  # the record has the seconds, which no other repeats
+        raise ConfigError(f"A={a_path} and B={b_path} have an evaluation in common; allowed: two. Type another B.")
     groups, left_out = shared_groups(pairs)
     compared = list(differences(pairs, groups))
     for name, arm, path in (("A", a, a_path), ("B", b, b_path)):

@@ -106,7 +106,7 @@ def write(
     """Write an evaluation. `seed` is for the draw, and for the run unless `run_seed` is given; `arm`: its settings."""
     folder.mkdir(parents=True)
     about = {
-        "schema": SCHEMA, "subject": folder.name,
+        "schema": SCHEMA, "subject": f"run {folder}",
         "identity": IDENTITY | {"seed": seed, "samplings": {name: {} for name in rows["sampling"].unique()}} | identity,
         "run_seed": seed if run_seed is None else run_seed,
         "own_is_common": dense, "benchmarks": {name: {} for name in rows["benchmark"].unique()}, "environment": {},
@@ -320,6 +320,16 @@ def test_a_folder_without_an_evaluation_is_refused_with_the_command_that_makes_o
         compared(a, str(empty))
     line = str(told.value).partition("accuracy ")[2].partition(" first")[0]
     assert parse_options(AccuracyOptions, shlex.split(line)).run == str(empty)
+
+
+def test_an_evaluation_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link, or the folder above, is the same evaluation by another path. Another run with equal answers is none."""
+    a, b = (write(tmp_path / name / "x", answers(A)) for name in "ab")
+    (tmp_path / "link").symlink_to(a)
+    for same in (a, str(tmp_path / "a"), str(tmp_path / "link")):
+        assert evaluate.main(["compare", a, same]) == 2
+        assert f"A={a} and B={same} have an evaluation in common" in capsys.readouterr().err
+    assert evaluate.main(["compare", a, b]) == 0
 
 
 def test_with_one_sample_a_question_only_accuracy_is_compared(tmp_path: Path) -> None:
