@@ -160,11 +160,12 @@ def test_the_opening_lines_say_what_is_trained_on_what(tiny, tmp_path: Path, nam
     ("changes", "said"),
     [
         ({"schedule": "off"}, "no AQN"),
-        ({}, "AQN exponential 0.05 -> 0.0005"),
-        ({"relative": True}, "AQN exponential 0.05 -> 0.0005 of each norm's size"),
-        ({"stages": 2}, "AQN exponential 0.05 -> 0.05"),
-        ({"reading": "algorithm"}, "AQN exponential 0.05 -> 0.00083405"),  # 0.05 * 0.01 ** (8 / 9)
-        ({"unit": "kl", "schedule": "linear"}, "AQN linear, KL 0.003 -> 0.0001 nats"),
+        ({}, "AQN exponential 0, then 0.05 -> 0.0005"),
+        ({"relative": True}, "AQN exponential 0, then 0.05 -> 0.0005 of each norm's size"),
+        ({"stages": 2}, "AQN exponential 0, then 0.05 -> 0.05"),
+        ({"reading": "algorithm"}, "AQN exponential 0, then 0.05 -> 0.00083405"),  # 0.05 * 0.01 ** (8 / 9)
+        ({"reading": "equation"}, "AQN exponential 0.05 -> 0.0005"),
+        ({"unit": "kl", "schedule": "linear"}, "AQN linear, KL 0, then 0.003 -> 0.0001 nats"),
         ({"unit": "kl", "schedule": "adaptive"}, "AQN adaptive, KL 0.003 nats, from sigma 0.05"),
     ],
 )
