@@ -271,12 +271,12 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], request: StopRequest)
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
     """Return the rank of the ended process that probably failed first, judged by exit code; None if none failed.
 
-    A process that was killed by a signal comes before a process that exited with an error, because the loss of one rank
-    makes the others exit with errors. Of several signals the lowest number comes first, of several exit codes the
-    highest.
+    A process that was killed by a signal comes before a process that exited with an error, and SIGABRT after the other
+    signals, because the loss of one rank makes the others exit with errors or abort. Of several signals the lowest
+    number comes first, of several exit codes the highest.
     """
     codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
-    return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
+    return min(codes, key=lambda rank: (codes[rank] > 0, codes[rank] == -signal.SIGABRT, -codes[rank]), default=None)
 
 
 @contextmanager

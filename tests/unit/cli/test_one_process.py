@@ -21,6 +21,21 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 @pytest.mark.parametrize(
+    ("codes", "blamed"),
+    [
+        ([0, 0], None),
+        ([1, -9], 1),  # the loss of a rank makes the others exit with errors, or abort
+        ([-6, -9], 1),
+        ([-11, -6], 0),
+        ([1, -6], 1),
+        ([None, -6], 1),  # rank 0 still runs
+    ],
+)
+def test_of_several_ended_ranks_the_cause_is_blamed(codes: list[int | None], blamed: int | None) -> None:
+    assert launch._first_failed([SimpleNamespace(returncode=code) for code in codes]) == blamed
+
+
+@pytest.mark.parametrize(
     ("signals", "aborts_at"),
     [
         ([(0, INT), (0.2, INT)], 0.2),
