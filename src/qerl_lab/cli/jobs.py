@@ -112,7 +112,7 @@ def plan_of_sweep(directory: Path) -> Plan | None:
         raise ConfigError(f"{directory} is of a sweep and holds no run. Type the line that began the sweep.")
     for number, path in enumerate(sorted(run_dirs, key=lambda path: by_numbers(str(path)))):
         run = RunDirectory(path)
-        jobs.append(Job(number, run.overrides(), run.config(), path, begun=run.status != "not run"))
+        jobs.append(Job(number, run.overrides(), run.config(), path, begun=True))
     return Plan(jobs, directory, directory_is_fixed=True, multirun=True)
 
 

@@ -29,8 +29,7 @@ class JobProgress:
         self.run, self.is_running = RunDirectory(job.run_dir), False
         # A job that an earlier command began is running once it has one more session. A new job is running as soon as
         # it leaves the queue, even before its first session: so -1.
-        has_begun = job.begun and self.run.status != "not run"
-        self._earlier_sessions = self._count_sessions() if has_begun else -1
+        self._earlier_sessions = -1 if self.run.status == "not run" else self._count_sessions()
         self.step, self.first_step, self.reward, self.eta = 0, 0, "-", "-"
         self.printed_tenth: int | None = None
         self.read_progress()

@@ -18,11 +18,11 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "REDRAW_SECONDS", 0.0)
 
 
-def job(folder: Path, number: int, begun: bool = False) -> Job:
+def job(folder: Path, number: int) -> Job:
     run = RunDirectory(folder / str(number))
     config = RunConfig(steps=20, seed=number, run_dir=str(run.path))
     run.claim(config, TypedCommand("the command"))
-    return Job(number, [f"seed={number}"], config, run.path, begun=begun)
+    return Job(number, [f"seed={number}"], config, run.path)
 
 
 def at_step(run: RunDirectory, step: int) -> None:
@@ -60,7 +60,7 @@ def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
 
 
 def test_a_job_that_waits_to_go_on_is_not_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = job(tmp_path, 0, begun=True)
+    before = job(tmp_path, 0)
     run = start(before, 4)
     shown = SweepProgress([before], [before], tmp_path / "INTERRUPTED")
     shown.update()
@@ -73,7 +73,7 @@ def test_a_job_that_waits_to_go_on_is_not_running(tmp_path: Path, capsys: pytest
 
 
 def test_a_claimed_job_of_an_earlier_command_runs_once_it_begins(tmp_path: Path) -> None:
-    one = job(tmp_path, 0, begun=True)  # its directory was found, and nothing in it has begun
+    one = job(tmp_path, 0)  # its directory was found, and nothing in it has begun
     shown = SweepProgress([one], [one], tmp_path / "INTERRUPTED")
     RunDirectory(one.run_dir).begin()
     shown.update()
@@ -84,7 +84,7 @@ def test_the_pace_is_that_of_this_command(tmp_path: Path, monkeypatch: pytest.Mo
     """Two jobs of 20 steps, one of which an earlier command left at step 10: 5 steps in 10 s leave 25, so 50 s."""
     now = [100.0]
     monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
-    fresh, before = job(tmp_path, 0), job(tmp_path, 1, begun=True)
+    fresh, before = job(tmp_path, 0), job(tmp_path, 1)
     start(before, 10)
     shown = SweepProgress([fresh, before, job(tmp_path, 2)], [fresh, before], tmp_path / "INTERRUPTED")
     start(fresh, 5)
@@ -97,8 +97,8 @@ def test_the_pace_is_that_of_this_command(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_damaged_record_stops_no_sweep(tmp_path: Path) -> None:
     one = job(tmp_path, 0)
-    run = start(one, 3)
     shown = SweepProgress([one], [one], tmp_path / "INTERRUPTED")
+    run = start(one, 3)
     (run.path / "metrics.jsonl").write_text("{nonsense\n")
     (run.path / "sessions.json").write_text("{}")
     shown.update()
