@@ -62,11 +62,13 @@ def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
 
 
 def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor], relative: bool = False) -> float:
-    """Measure sigma in norms with noise: the standard deviation of (norms - clean) over all entries of all norms.
+    """Measure sigma in norms with noise: the standard deviation of (norms - clean) over all entries; 0 without norms.
 
     With `relative` the differences of each norm are first divided by the root mean square of its clean weights, unless
     that is zero. `norms` and `clean` have weights by full layer name; `norms` must have every layer of `clean`.
     """
+    if not clean:
+        return 0.0
     gaps = torch.cat([(norms[name].to(weight) - weight).flatten() for name, weight in clean.items()])
     if relative:
         rms = rms_per_entry(clean)

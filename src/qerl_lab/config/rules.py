@@ -291,10 +291,10 @@ def largest_divisor(number: int, at_most: int) -> int:
 
 def _check_learning(cfg: RunConfig) -> None:
     """Raise ConfigError if a setting of noise, adapters or evaluation cannot work."""
-    if not cfg.aqn.norms:
+    if not cfg.aqn.norms and cfg.aqn.schedule != "off":
         raise ConfigError(
             "aqn.norms=[] names no layer for the noise; allowed: one norm or more. "
-            "Leave aqn.norms out (aqn=off is no noise), or type for example aqn.norms=[input_layernorm]."
+            "Type aqn=off, or for example aqn.norms=[input_layernorm]."
         )
     if not cfg.lora.target_modules or "lm_head" in cfg.lora.target_modules:
         raise ConfigError(

@@ -240,9 +240,9 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     missing = sorted(set(names) - {name.rpartition(".")[2] for name in norms})
     if wrong := [*missing, *(name for name in norms if name not in feeding)]:
         allowed = _unambiguous_names(feeding, model)
-        remedy = "another model" if model.dtype == torch.float32 else "model.dtype=float32, or another model"
-        if allowed:
-            remedy = f"aqn.norms={spell_list(allowed)}"
+        remedy = f"aqn.norms={spell_list(allowed)}"
+        if not allowed:
+            remedy = ("" if model.dtype == torch.float32 else "model.dtype=float32, or ") + "aqn=off aqn.norms=[]"
         raise ConfigError(
             f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, or has a bias and is not "
             "float32, and noise belongs on the norms before q, k, v and gate, up; allowed: "

@@ -55,11 +55,12 @@ class TransformersEngine(Engine):
 
     @contextmanager
     def _polling(self, on_done: OnDone) -> Iterator[None]:
-        """Context manager: call `on_done` with 0 before each norm of `policy.norms`, so that it can end the sampling.
+        """Context manager: call `on_done` with 0 before each norm of the model, so that it can end the sampling.
 
         A call per token would be too seldom: on a CPU the first token, after all prompts of a batch, can take minutes.
         """
-        norms = [self.policy.base.get_submodule(name) for name in self.policy.norms]  # in every layer
+        weights = [(name, p) for name, p in self.policy.base.named_parameters() if name.endswith(".weight")]
+        norms = [self.policy.base.get_submodule(name.removesuffix(".weight")) for name, p in weights if p.dim() == 1]
         hooks = [norm.register_forward_pre_hook(lambda *_: on_done(0)) for norm in norms]
         try:
             yield

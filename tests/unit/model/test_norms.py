@@ -73,9 +73,10 @@ def test_a_name_that_also_fits_a_norm_before_no_linear_layer_is_not_proposed() -
     assert len(noisy_norms(model, ["self_attn_layer_norm"], "M")) == 2
 
 
-def test_float32_is_proposed_only_to_a_model_of_another_dtype() -> None:
-    with pytest.raises(ConfigError, match=r"allowed: none of this model\. Type another model\.$"):
+def test_to_a_model_without_a_norm_before_a_linear_no_noise_is_proposed() -> None:
+    with pytest.raises(ConfigError, match=r"allowed: none of this model\. Type aqn=off aqn\.norms=\[\]\.$"):
         noisy_norms(small("olmo2"), ["q_norm"], "M")
+    assert noisy_norms(small("olmo2"), [], "M") == {}
 
 
 def test_a_command_without_the_option_adapts_linears_that_the_model_has() -> None:

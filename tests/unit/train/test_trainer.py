@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM, TrainerCallback
+from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM, Olmo2Config, Olmo2ForCausalLM, TrainerCallback
 
 import trained
 from qerl_lab import tasks
@@ -18,7 +18,7 @@ from qerl_lab.aqn import Noise
 from qerl_lab.model.policy import Policy
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import declared_metrics
-from qerl_lab.rollout.engine import Rollout
+from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
 from qerl_lab.train.noise_level import probe
@@ -78,6 +78,23 @@ def test_a_token_has_the_position_that_it_was_sampled_at(train, tmp_path) -> Non
     )  # fmt: skip
     assert len({len(group.prompt_ids) for group in found.batches[0].groups}) > 1, "no prompt is padded"
     assert found.steps[0]["sampler/logprob_gap_max"] < 1e-4
+
+
+def test_a_model_without_a_norm_before_a_linear_trains_without_noise(train, tiny, build_policy, tmp_path) -> None:
+    """OLMo 2 has its norms behind attention and MLP. `on_done` can end its sampling all the same."""
+    config = Olmo2Config(
+        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    folder = write_dense(tmp_path / "model", Olmo2ForCausalLM(config))
+    policy = build_policy(tiny(model__path=str(folder), format__name="bf16", aqn__norms=[]))
+    found = train(policy, aqn__norms=[])
+    assert found.steps[0]["noise/std_observed"] == found.steps[0]["noise/kl_nats"] == 0
+    assert found.steps[0]["sampler/logprob_gap_max"] < 1e-4
+    told = Mock(side_effect=InterruptedError)
+    with pytest.raises(InterruptedError):
+        TransformersEngine(policy, 1).generate([[1]], 1, Sampling(4, seed=0), told)
+    told.assert_called_once_with(0)
 
 
 def test_a_base_with_dropout_of_its_own_keeps_the_forward_without(train, tiny, build_policy) -> None:
