@@ -520,8 +520,8 @@ class RunDirectory:
         """Check every file of the record; return the lines of metrics.jsonl. Raises ConfigError if one is damaged.
 
         resolved.yaml must be the configuration of the run (`refuse_edited_config`). metrics.jsonl must have every step
-        up to the newest checkpoint once. A finished run must have all configured steps, and eval.parquet unless
-        eval.questions is 0.
+        up to the newest checkpoint once. A finished run must have all configured steps and no incomplete last line, and
+        eval.parquet unless eval.questions is 0.
         """
         if self.is_claimed and (saved := checkpoint.newest(self.checkpoints, with_weights=False)):
             self.refuse_edited_config(saved)
@@ -532,6 +532,8 @@ class RunDirectory:
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
+        if is_done and not (self.path / METRICS_FILE.name).read_bytes().endswith(b"\n"):
+            raise ConfigError(f"{METRICS_FILE.name} ends within a line. Move {DONE} away and resume the run to mend it.")
         self.evaluations()  # a damaged file would replace the copy in a mirror
         if is_done and settings.get("eval.questions") != "0" and not (self.path / EVALUATIONS).exists():
             raise ConfigError(f"{EVALUATIONS} is missing. Move {DONE} away and resume the run, which then writes it.")

@@ -39,6 +39,7 @@ def with_half_a_line(path: Path) -> None:
         ("mlflow.json", lambda path: path.write_text("[]"), "does not have the content that a run writes"),
         ("samples.jsonl", lambda path: path.write_text("[]\n"), "line 1, is not a sample"),
         ("metrics.jsonl", Path.unlink, "metrics.jsonl lacks 4 of 4 steps"),
+        ("metrics.jsonl", with_half_a_line, r"metrics\.jsonl ends within a line\. Move DONE away and resume the run"),
         ("metrics.jsonl", without_step_2, "metrics.jsonl lacks 1 of 4 steps, the first of them 2"),
         ("eval.parquet", Path.unlink, r"eval.parquet is missing\. Move DONE away and resume"),
         ("eval.parquet", cut, r"eval.parquet is damaged \(.+\)\. Move it away"),
