@@ -533,7 +533,7 @@ class RunDirectory:
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
         if is_done and not (self.path / METRICS_FILE.name).read_bytes().endswith(b"\n"):
-            raise ConfigError(f"{METRICS_FILE.name} ends within a line. Move {DONE} away and resume the run to mend it.")
+            raise ConfigError(f"{METRICS_FILE.name} ends within a line. Move {DONE} away and resume the run.")
         self.evaluations()  # a damaged file would replace the copy in a mirror
         if is_done and settings.get("eval.questions") != "0" and not (self.path / EVALUATIONS).exists():
             raise ConfigError(f"{EVALUATIONS} is missing. Move {DONE} away and resume the run, which then writes it.")
