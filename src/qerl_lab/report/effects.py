@@ -4,7 +4,7 @@ Pure: nothing is read or written.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -51,10 +51,6 @@ class Side:
         """Return the seeds that have a run at every value of the swept key."""
         return set.intersection(*({run.seed for run in runs} for runs in self.finished.values()))
 
-    def limited_to(self, values: Collection[str]) -> "Side":
-        """Return the side with only these values of the swept key."""
-        return Side({value: runs for value, runs in self.started.items() if value in values})
-
 
 class Pair(NamedTuple):
     """The two sides of a contrast, which share the settings `context`.
@@ -88,7 +84,10 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
             continue
         shared = treated.finished.keys() & control.finished.keys()
         if claim.mean_over and shared:
-            treated, control = treated.limited_to(shared), control.limited_to(shared)
+            treated, control = (
+                Side({value: runs for value, runs in side.started.items() if value in shared})
+                for side in (treated, control)
+            )
         pairs.append(Pair(treated, control, context))
     if not pairs:
         nearest = min(differences, key=len)
@@ -129,6 +128,11 @@ class Measured(NamedTuple):
     values: Values
     is_censored: np.ndarray
     without: Values | None = None
+
+    @property
+    def jackknife(self) -> float:
+        """Return the jackknife variance of seeds' means (`stats.jackknife`); 0 if `without` is not set."""
+        return 0.0 if self.without is None else stats.jackknife(self.without.to_numpy(float).mean(1))
 
 
 class PValues(NamedTuple):
@@ -181,48 +185,28 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {needed} that are needed")
     if claim.best_of and min(len(treated_values), len(control_values)) < 2:
         raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")
-    treated = _measure_side(claim, claim.measure, pair.treated, pair.control.runs, seeds)
-    control = _measure_side(claim, claim.measure, pair.control, pair.control.runs, seeds)
-    shared = sorted(set(treated.values.columns) & set(control.values.columns))
-    if not shared or (len(shared) == 1 and treated.values.shape[1] > 1):
-        raise Unmeasured("the two arms were asked fewer than two of the same questions")
-    treated_S_Q, control_S_Q = (side.values[shared].to_numpy(float) for side in (treated, control))
-    effect_S_Q = treated_S_Q - control_S_Q
+    treated, control, effect = _measure_effect(claim, claim.measure, pair, seeds)
+    effect_S_Q = effect.values.to_numpy(float)
     least = np.where(control.is_censored[:, None], -np.inf, effect_S_Q)  # the control's true value may be any larger
     most = np.where(treated.is_censored[:, None], np.inf, effect_S_Q)
     at_least, at_most = (-most, -least) if claim.direction < 0 else (least, most)
-    treated_variance, control_variance, effect_variance = _jackknife(treated, control, shared)
     has_end = not control.is_censored.any(), not treated.is_censored.any()  # low and high end of the effect's interval
     return Numbers(
-        seeds=len(seeds), questions=len(shared), censored=int((treated.is_censored | control.is_censored).sum()),
-        treated=_interval(claim, treated_S_Q, treated_variance, (True, has_end[1])),
-        control=_interval(claim, control_S_Q, control_variance, (True, has_end[0])),
-        effect=_interval(claim, effect_S_Q, effect_variance, has_end),
-        at_least=at_least, at_most=at_most, variances=stats.variance_components(effect_S_Q, floored=True),
-        jackknife=effect_variance, guardrail=_test_guardrail(claim, pair, seeds),
+        seeds=len(seeds), questions=effect_S_Q.shape[1], censored=int(effect.is_censored.sum()),
+        treated=_interval(claim, treated, (True, has_end[1])), control=_interval(claim, control, (True, has_end[0])),
+        effect=_interval(claim, effect, has_end), at_least=at_least, at_most=at_most,
+        variances=stats.variance_components(effect_S_Q, floored=True), jackknife=effect.jackknife,
+        guardrail=_test_guardrail(claim, pair, seeds),
     )  # fmt: skip
 
 
-def _jackknife(treated: Measured, control: Measured, questions: Sequence[str]) -> tuple[float, float, float]:
-    """Return jackknife variances of seeds' means over `questions`: of treated, of control and of their difference.
-
-    All are 0 unless both sides have `without`.
-    """
-    if treated.without is None or control.without is None:
-        return 0.0, 0.0, 0.0
-    treated_S, control_S = (side[questions].to_numpy(float).mean(1) for side in (treated.without, control.without))
-    return stats.jackknife(treated_S), stats.jackknife(control_S), stats.jackknife(treated_S - control_S)
-
-
-def _interval(
-    claim: Claim, values_S_Q: np.ndarray, least_variance: float, has_end: tuple[bool, bool]
-) -> stats.Interval:  # fmt: skip
-    """Return the mean of values[seeds, questions] and its 95% interval; for a ratio logarithms become factors.
+def _interval(claim: Claim, measured: Measured, has_end: tuple[bool, bool]) -> stats.Interval:
+    """Return the mean over seeds and questions with its 95% interval; for a ratio logarithms become factors.
 
     The low or high end is infinite if `has_end` is false for it, because a value is censored. The variance of seeds'
-    means is taken to be at least `least_variance`.
+    means is taken to be at least `measured.jackknife`.
     """
-    mean, low, high = stats.over_seeds(values_S_Q, least=least_variance)
+    mean, low, high = stats.over_seeds(measured.values, least=measured.jackknife)
     has_low, has_high = has_end
     if not has_low:
         low = -math.inf
@@ -231,6 +215,26 @@ def _interval(
     if not claim.is_ratio:
         return mean, low, high
     return math.exp(mean), math.exp(low) if math.isfinite(low) else low, math.exp(high)
+
+
+def _measure_effect(
+    claim: Claim, measure: str, pair: Pair, seeds: Sequence[int]
+) -> tuple[Measured, Measured, Measured]:  # fmt: skip
+    """Return `measure` of treated and control over the questions that both were asked, and their difference.
+
+    Raises Unmeasured if the runs lack the measure, or were asked too few of the same questions.
+    """
+    treated, control = (_measure_side(claim, measure, side, pair.control.runs, seeds) for side in pair[:2])
+    shared = sorted(set(treated.values.columns) & set(control.values.columns))
+    if not shared or (len(shared) == 1 and treated.values.shape[1] > 1):
+        raise Unmeasured("the two arms were asked fewer than two of the same questions")
+    treated, control = (
+        Measured(side.values[shared], side.is_censored, None if side.without is None else side.without[shared])
+        for side in (treated, control)
+    )
+    without = None if treated.without is None or control.without is None else treated.without - control.without
+    is_censored = treated.is_censored | control.is_censored
+    return treated, control, Measured(treated.values - control.values, is_censored, without)
 
 
 def _measure_side(
@@ -294,17 +298,11 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
         return ""
     measure, margin = claim.guardrail.measure, claim.guardrail.margin
     try:
-        treated = _measure_side(claim, measure, pair.treated, pair.control.runs, seeds)
-        control = _measure_side(claim, measure, pair.control, pair.control.runs, seeds)
+        *_, effect = _measure_effect(claim, measure, pair, seeds)
     except Unmeasured:
         return OPEN
-    paired = (treated.values - control.values).dropna(axis=1)
-    if paired.shape[1] < min(2, treated.values.shape[1]):  # the arms share too few questions
-        return OPEN
-    difference = paired.to_numpy(float)
-    of_seeds, _ = stats.variance_components(difference, floored=True)
-    *_, least = _jackknife(treated, control, list(paired.columns))
-    _, low, high = stats.over_seeds(difference, least=max(of_seeds, least))
+    of_seeds, _ = stats.variance_components(effect.values, floored=True)
+    _, low, high = stats.over_seeds(effect.values, least=max(of_seeds, effect.jackknife))
     if low > -margin:
         return HELD
     return BROKEN if high < -margin else OPEN
