@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -35,6 +35,14 @@ LEGEND_CHARS = 46  # characters per line of the legend
 DODGE = 0.07  # distance between arms that are measured before and after training, which are 1 apart
 Arms = Mapping[str, Sequence[Run]]  # label -> runs
 Values = dict[str, list[pd.Series]]  # label -> values of a metric, a series per run
+
+
+class Line(NamedTuple):
+    """An arm in a panel: its runs, the values of the metric (a series per run), and arguments of `plot`, with label."""
+
+    runs: Sequence[Run]
+    series: Sequence[pd.Series]
+    look: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,7 @@ def draw(
     rows = math.ceil(len(groups) / MOST_COLUMNS)
     columns = math.ceil(len(groups) / rows)
     labels = {arm: textwrap.fill(f"{arm} (n={len(series)})", LEGEND_CHARS) for arm, series in chosen.items()}
+    lines = {arm: Line(arms[arm], chosen[arm], {**styles[arm], "label": label}) for arm, label in labels.items()}
     legend_lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
     most_lines = [max(legend_lines[start : start + columns]) for start in range(0, len(groups), columns)]  # by row
     height = sum(2.9 + 0.19 * count for count in most_lines)
@@ -123,7 +132,7 @@ def draw(
             height_ratios=[12 + count for count in most_lines],
         )  # fmt: skip
         for axis, group in zip(axes.flat, groups, strict=False):
-            _draw_panel(axis, arms, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by, unit=unit)
+            _draw_panel(axis, [lines[arm] for arm in group], curve, _is_line(chosen, curve), by=by, unit=unit)
             add_panel_legend(axis)
         for axis in axes[:, 1:].flat:
             axis.set_ylabel("")
@@ -198,12 +207,14 @@ def draw_formats(arms: Arms, formats: Mapping[str, str], title: str) -> Figure:
     recorded = {curve.name: curve for curve in recorded_curves(arms)}
     accuracy = "subset_accuracy" if "subset_accuracy" in recorded else "accuracy"
     shown = [recorded[name] for name in ("reward", "entropy", accuracy) if name in recorded]
-    labels = {arm: f"{name} (n={len(arms[arm])})" for name, arm in formats.items()}
-    styles = palette.styles({arm: name for name, arm in formats.items()})
+    looks = palette.styles({arm: name for name, arm in formats.items()})
+    for name, arm in formats.items():
+        looks[arm]["label"] = f"{name} (n={len(arms[arm])})"
     figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.7), squeeze=False)
     for axis, curve in zip(axes.flat, shown, strict=True):
         chosen = _values_of_arms(arms, curve)
-        _draw_panel(axis, arms, chosen, labels, curve, styles, show_seeds=False)
+        lines = [Line(arms[arm], series, looks[arm]) for arm, series in chosen.items()]
+        _draw_panel(axis, lines, curve, _is_line(chosen, curve), show_seeds=False)
         axis.set_title(curve.title)
         _limit_y_axis(axis, chosen, curve)
     add_legend_below(figure)
@@ -226,23 +237,19 @@ def _limit_y_axis(axis: Axes, chosen: Values, curve: Curve) -> None:
 
 
 def _draw_panel(
-    axis: Axes, arms: Arms, chosen: Values, labels: Mapping[str, str], curve: Curve,
-    styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, show_seeds: bool = True, unit: str = "step",
+    axis: Axes, lines: Sequence[Line], curve: Curve, is_line: bool, *, by: str = STEP, show_seeds: bool = True,
+    unit: str = "step",
 ) -> None:  # fmt: skip
-    """Draw the arms of `labels` (arm -> legend text) as lines, or as points if measured only before and after training.
+    """Draw arms as lines, or without `is_line` as points, which were measured only before and after training.
 
-    `chosen` has the values of all panels, `arms` the runs. `by` is the x axis, `unit` its label. `show_seeds` adds the
-    single seeds of each arm.
+    `by` is the x axis, `unit` its label. `show_seeds` adds the single seeds of each arm.
     """
-    is_line = _is_line(chosen, curve)
-    for number, (arm, label) in enumerate(labels.items()):
-        if arm not in chosen:
-            continue
+    for number, line in enumerate(lines):
         if is_line:
-            _draw_line(axis, chosen[arm], by, label, curve, styles[arm], show_seeds, number / len(labels))
+            _draw_line(axis, line, by, curve, show_seeds, number / len(lines))
         else:
-            beside = DODGE * (number - (len(labels) - 1) / 2) if by == STEP else None
-            _draw_two_points(axis, arms[arm], chosen[arm], beside, label, curve, styles[arm], show_seeds)
+            beside = DODGE * (number - (len(lines) - 1) / 2) if by == STEP else None
+            _draw_two_points(axis, line, beside, curve, show_seeds)
     if is_line:
         style_panel(axis, curve.label, unit)
     elif by == STEP:
@@ -259,49 +266,44 @@ def _is_line(chosen: Values, curve: Curve) -> bool:
     return max(len(values) for own in chosen.values() for values in own) > 2 or not curve.metric.startswith("eval/")
 
 
-def _draw_two_points(
-    axis: Axes, runs: Sequence[Run], series: Sequence[pd.Series], beside: float | None, label: str, curve: Curve,
-    style: Mapping[str, Any], show_seeds: bool,
-) -> None:  # fmt: skip
+def _draw_two_points(axis: Axes, line: Line, beside: float | None, curve: Curve, show_seeds: bool) -> None:
     """Draw the mean of an arm before and after training, with 95% intervals; a thin dotted line joins the two.
 
     The interval of held-out accuracy is over seeds and questions, as in the tables; for other metrics it is over seeds.
     The points are at x = `beside` and `beside` + 1. If `beside` is None, they are at the mean x of their values.
     """
-    x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
+    x, means, ends, color = list[float](), list[float](), list[tuple[float, float]](), line.look["color"]
     for is_after in (False, True):
-        values = pd.concat([of_run[(of_run.index > 0) == is_after] for of_run in series])
+        values = pd.concat([of_run[(of_run.index > 0) == is_after] for of_run in line.series])
         if values.empty:
             continue
         mean, low, high = math.nan, math.nan, math.nan
         if curve.metric == "eval/accuracy":
-            mean, low, high = mean_of_arm(accuracy_matrix(runs, "after" if is_after else "before"), SHARE)
+            mean, low, high = mean_of_arm(accuracy_matrix(line.runs, "after" if is_after else "before"), SHARE)
         if math.isnan(low):
             of_seeds = values.to_numpy(float)[:, None]
-            mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(of_seeds))
+            mean, low, high = (np.clip(end, *curve.bounds).item() for end in band_over_seeds(of_seeds))
         x.append(float(values.index.to_numpy().mean()) if beside is None else is_after + beside)
         means.append(mean)
         ends.append((mean - low, high - mean))
         if show_seeds and len(values) > 1:
-            axis.plot([x[-1]] * len(values), values, ".", color=style["color"], ms=4, alpha=0.4)
-    axis.plot(x, means, label=label, zorder=3, **{**style, "linestyle": ":", "lw": 0.8})
-    axis.errorbar(x, means, yerr=np.transpose(ends), fmt="none", ecolor=style["color"], elinewidth=1.2, capsize=3,
+            axis.plot([x[-1]] * len(values), values, ".", color=color, ms=4, alpha=0.4)
+    axis.plot(x, means, zorder=3, **{**line.look, "linestyle": ":", "lw": 0.8})
+    axis.errorbar(x, means, yerr=np.transpose(ends), fmt="none", ecolor=color, elinewidth=1.2, capsize=3,
                   clip_on=False, zorder=3)  # fmt: skip
 
 
-def _draw_line(
-    axis: Axes, seeds: Sequence[pd.Series], by: str, label: str, curve: Curve, style: Mapping[str, Any],
-    show_seeds: bool, phase: float,
-) -> None:  # fmt: skip
+def _draw_line(axis: Axes, line: Line, by: str, curve: Curve, show_seeds: bool, phase: float) -> None:
     """Draw one arm in a panel: the mean as a thick line, and its 95% interval as a band.
 
     `show_seeds` adds a thin line per seed. Seeds have values at different times if `by` is `CLOCK`. Then each seed is
     interpolated linearly, and the mean covers only the time in which all seeds ran. `phase`, from 0 to 1, shifts the
     markers by this part of their distance. They are above all lines: an arm with the values of another stays visible.
     """
+    seeds, color = line.series, line.look["color"]
     if show_seeds and len(seeds) > 1:
         for values in seeds:
-            axis.plot(values.index, values, color=style["color"], ls="-", marker="", lw=0.5, alpha=0.4)
+            axis.plot(values.index, values, color=color, ls="-", marker="", lw=0.5, alpha=0.4)
     if by == STEP or len(seeds) == 1:
         table = pd.concat(seeds, axis=1, join="inner").sort_index()
         x, values_S_T = table.index.to_numpy(), table.to_numpy(float).T
@@ -311,15 +313,15 @@ def _draw_line(
         x = measured[(first <= measured) & (measured <= last)]
         x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
         values_S_T = np.array([np.interp(x, values.index, values) for values in seeds])
-    mean, low, high = (np.clip(line, *curve.bounds) for line in band_over_seeds(values_S_T))
+    mean, low, high = (np.clip(end, *curve.bounds) for end in band_over_seeds(values_S_T))
     if len(seeds) > 1:
-        axis.fill_between(x, low, high, color=style["color"], alpha=0.13, lw=0)
+        axis.fill_between(x, low, high, color=color, alpha=0.13, lw=0)
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # sets the mean off from the seeds, in grey too
     marks = max(1, len(x) // MARKS)
     first = int(phase * marks)
-    axis.plot(x[first::marks], mean[first::marks], zorder=4, **{**style, "linestyle": ""})
+    axis.plot(x[first::marks], mean[first::marks], zorder=4, **{**line.look, "label": None, "linestyle": ""})
     # The line has the markers too, because the legend shows it.
-    axis.plot(x, mean, label=label, markevery=(first, marks), zorder=3, path_effects=halo, **style)
+    axis.plot(x, mean, markevery=(first, marks), zorder=3, path_effects=halo, **line.look)
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
