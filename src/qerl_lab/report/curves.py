@@ -240,7 +240,7 @@ def _draw_panel(
     axis: Axes, lines: Sequence[Line], curve: Curve, is_line: bool, *, by: str = STEP, show_seeds: bool = True,
     unit: str = "step",
 ) -> None:  # fmt: skip
-    """Draw arms as lines, or without `is_line` as points, which were measured only before and after training.
+    """Draw arms as lines with `is_line`, else as points, because they were measured only before and after training.
 
     `by` is the x axis, `unit` its label. `show_seeds` adds the single seeds of each arm.
     """
