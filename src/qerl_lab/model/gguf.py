@@ -28,8 +28,9 @@ FETCHED = {  # a file that make fetches -> the command, the model's id on the hu
 }
 # Dequantized weights have the dtype of the policy's base, so that vLLM needs no copy.
 DTYPE, WEIGHT_BYTES = "bfloat16", 2
-LAYOUT = 2  # part of the hash: raise it to unpack every file anew
-USER_DEFINED = 4  # token type: never split, but not a special token
+LAYOUT = 3  # part of the hash: raise it to unpack every file anew
+CONTROL, USER_DEFINED = 3, 4  # types of tokens that are never split; those of the first are special tokens
+SAMPLE = "7 apples\n12"  # a tokenizer that drops spaces changes it
 ROPE_TENSORS = ("rope_freqs.", "rope_factors_")  # divisors of rotary frequencies, of Llama 3.1 and Phi-3
 SPECIAL = {
     "bos_token": "tokenizer.ggml.bos_token_id", "eos_token": "tokenizer.ggml.eos_token_id",
@@ -131,15 +132,20 @@ def unpack(file: Path) -> Path:
 def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     """Dequantize a GGUF file and write model, tokenizer and `gguf.json` to the existing directory `folder`.
 
-    Raises ValueError if transformers would leave out weights of the file.
+    Raises ValueError if transformers would leave out weights or the rotary base of the file, or change its tokenizer.
     """
     import torch
     from tokenizers import AddedToken, decoders
+    from tokenizers.models import BPE
     from transformers import AutoTokenizer, GgufConfig
 
     from qerl_lab.model.chat import save_tokenizer
     from qerl_lab.model.loading import load_by_transformers
 
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    is_bpe = isinstance(tokenizer.backend_tokenizer.model, BPE)  # as every language model in GGUF
+    if not is_bpe or tokenizer.decode(tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]) != SAMPLE:
+        raise ValueError("it builds another tokenizer than the file's, and prompts would be other tokens")
     dequantizes = GgufConfig(dequantize=True)
     model = load_by_transformers(
         file.parent, getattr(torch, DTYPE), gguf_file=file.name, quantization_config=dequantizes
@@ -149,19 +155,23 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
         raise ValueError(
             f"it has {file_header.parameters:,} weights, and {type(model).__name__} {weights:,}: some would be left out"
         )
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    # Restore what transformers 5.17 drops for the llama architecture: without this eos becomes the file's bos,
-    # user-defined tokens are split, and decoded text loses a leading space.
     metadata = file_header.metadata
+    base = metadata.get(f"{metadata['general.architecture']}.rope.freq_base")
+    read_base = (getattr(model.config, "rope_parameters", None) or {}).get("rope_theta", base)
+    if read_base != base:
+        raise ValueError(f"its rotary frequencies have the base {base:g}, and {type(model).__name__} {read_base:g}")
+    # Restore what transformers 5.17 drops. For the llama architecture eos becomes the file's bos, user-defined tokens
+    # are split, and decoded text loses a leading space. For others control tokens such as <|user|> are split.
     for name, key in SPECIAL.items():
         if key in metadata:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(metadata[key]))
     ends = [metadata[key] for key in (SPECIAL["eos_token"], END_OF_TURN) if key in metadata]
     if len({*ends}) > 1:  # transformers drops the second, and with it the end of each answer of Gemma
         model.generation_config.eos_token_id = ends
-    kinds = enumerate(metadata.get("tokenizer.ggml.token_type", ()))
-    unsplit = tokenizer.convert_ids_to_tokens([number for number, kind in kinds if kind == USER_DEFINED])
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in unsplit])
+    for number, kind in enumerate(metadata.get("tokenizer.ggml.token_type", ())):
+        if kind in (CONTROL, USER_DEFINED):
+            token = tokenizer.convert_ids_to_tokens(number)
+            tokenizer.add_tokens(AddedToken(token, normalized=False, special=kind == CONTROL))
     if metadata.get("tokenizer.ggml.model") == "gpt2":  # byte-level BPE
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.clean_up_tokenization_spaces = False

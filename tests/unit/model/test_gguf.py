@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from gguf_files import HEADS, KV_HEADS, write_gguf
+from gguf_files import ADDED, HEADS, KV_HEADS, write_gguf
 from qerl_lab import preflight
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY, UNPACKED
@@ -96,6 +96,31 @@ def test_the_tokenizer_encodes_and_decodes_like_the_one_in_the_file(file: Path) 
         assert found(text)["input_ids"] == ids
         assert found.decode(ids) == text
         assert found.decode(ids, skip_special_tokens=True) == own.decode(ids, skip_special_tokens=True)
+
+
+def test_a_control_token_of_the_file_is_one_token(new_file: Path) -> None:
+    """transformers knows three by name for the architecture of Qwen; DeepSeek-R1-Distill-Qwen has others."""
+    write_gguf(new_file, architecture="qwen2")
+    found = AutoTokenizer.from_pretrained(gguf.unpack(new_file))
+    assert found(f"{ADDED}7")["input_ids"] == [len(found) - 1, *found("7")["input_ids"]]
+    assert found.decode([len(found) - 1], skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "phi3"])
+def test_a_file_with_a_tokenizer_that_transformers_changes_is_refused(new_file: Path, architecture: str) -> None:
+    """Once saved, Gemma's would split each word into letters. Phi's would drop all spaces."""
+    write_gguf(new_file, architecture=architecture)
+    with pytest.raises(ConfigError, match=r"it builds another tokenizer than the file's, and prompts would be other"):
+        gguf.unpack(new_file)
+    assert list(cache_folder().iterdir()) == []
+
+
+def test_a_rotary_base_that_transformers_leaves_out_is_an_error(new_file: Path) -> None:
+    write_gguf(new_file, architecture="starcoder2")
+    assert gguf.unpack(new_file).is_dir()
+    write_gguf(new_file, architecture="starcoder2", rope_base=1e6)
+    with pytest.raises(ConfigError, match=r"have the base 1e\+06, and Starcoder2ForCausalLM 10000\)"):
+        gguf.unpack(new_file)
 
 
 def test_a_file_is_unpacked_once_and_again_after_a_change(new_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
