@@ -1,4 +1,4 @@
-"""Render questions with a model's chat template, save a tokenizer, and choose its padding token."""
+"""Load and save a tokenizer, render questions with its chat template, and choose its padding token."""
 
 from collections.abc import Collection
 from datetime import date, datetime, time
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
@@ -18,6 +18,7 @@ LOADING_OPTIONS = ("is_local", "local_files_only")
 DATE_MACRO = (
     "{% macro strftime_now(form) %}{{ dates[form] or raise_exception('no date in the form ' ~ form) }}{% endmacro %}\n"
 )
+SAMPLE = "12 apples and 7"  # a tokenizer that loses spaces changes it
 LEFT_OUT = {"system": "the instruction", "user": "the question"}  # role -> content, as messages name it
 
 
@@ -108,6 +109,27 @@ class Chat:
         if "strftime_now" in str(self.tokenizer.chat_template):
             dated = {"chat_template": DATE_MACRO + self.tokenizer.get_chat_template(), "dates": dates}
         return self.tokenizer.apply_chat_template(messages, **options, **dated)
+
+
+def load_tokenizer(folder: Path, **options: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `folder`; `options` are further arguments of `from_pretrained`.
+
+    Raises ValueError if it loses the spaces of a text. For some architectures transformers (5.17) builds the class that
+    tokenizer_config.json names, and not what tokenizer.json says: then the LlamaTokenizer of DeepSeek's models with a
+    byte-level vocabulary drops all spaces (transformers #48206).
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+    if not keeps_spaces(tokenizer):
+        raise ValueError(
+            f"{type(tokenizer).__name__} of transformers loses the spaces of a text; if {folder}/tokenizer.json is "
+            'right, write "tokenizer_class": "PreTrainedTokenizerFast" into tokenizer_config.json beside it'
+        )
+    return tokenizer
+
+
+def keeps_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether the tokenizer gives back a text with spaces that it has tokenized."""
+    return tokenizer.decode(tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]) == SAMPLE
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -30,7 +30,6 @@ FETCHED = {  # a file that make fetches -> the command, the model's id on the hu
 DTYPE, WEIGHT_BYTES = "bfloat16", 2
 LAYOUT = 3  # part of the hash: raise it to unpack every file anew
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that are never split; those of the first are special tokens
-SAMPLE = "7 apples\n12"  # a tokenizer that drops spaces changes it
 ROPE_TENSORS = ("rope_freqs.", "rope_factors_")  # divisors of rotary frequencies, of Llama 3.1 and Phi-3
 SPECIAL = {
     "bos_token": "tokenizer.ggml.bos_token_id", "eos_token": "tokenizer.ggml.eos_token_id",
@@ -139,12 +138,12 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     from tokenizers.models import BPE
     from transformers import AutoTokenizer, GgufConfig
 
-    from qerl_lab.model.chat import save_tokenizer
+    from qerl_lab.model.chat import keeps_spaces, save_tokenizer
     from qerl_lab.model.loading import load_by_transformers
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     is_bpe = isinstance(tokenizer.backend_tokenizer.model, BPE)  # as every language model in GGUF
-    if not is_bpe or tokenizer.decode(tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]) != SAMPLE:
+    if not is_bpe or not keeps_spaces(tokenizer):
         raise ValueError("it builds another tokenizer than the file's, and prompts would be other tokens")
     dequantizes = GgufConfig(dequantize=True)
     model = load_by_transformers(

@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import formats
 from qerl_lab.config.message import in_one_line
@@ -23,7 +23,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import spell_list
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import all_weights, loading
-from qerl_lab.model.chat import Chat, pad_id
+from qerl_lab.model.chat import Chat, load_tokenizer, pad_id
 from qerl_lab.model.linear import packable_linears, packed_head, packed_layers
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import HEAD, packed_head_refusal, require_same_format
@@ -331,7 +331,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
         )
     folder = local_folder(cfg.model.path, cfg.model.revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+        tokenizer = load_tokenizer(folder, padding_side="left")
         stored = loading.stored_as(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = loading.empty_model(config, compute_dtype(cfg, device), cfg.model.attention)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.model.chat import load_tokenizer
 from qerl_lab.model.loading import load_by_transformers
 from qerl_lab.quantize import calibration
 from qerl_lab.quantize.quantize_options import SCHEMES, QuantizeOptions
@@ -47,7 +48,7 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
 
     logger.remove()  # llmcompressor logs a line per layer, its metrics above the level of a warning
     logger.add(sys.stderr, level="WARNING", filter=lambda record: record["level"].name != "METRIC")
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    tokenizer = load_tokenizer(source)
     data = calibration.sequences(
         options.dataset, tokenizer, samples=options.samples, tokens=options.tokens, seed=options.seed
     )

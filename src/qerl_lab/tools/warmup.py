@@ -112,10 +112,9 @@ def warm_up(options: WarmupOptions) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for deterministic operations
     with terminal.quiet_imports():
         import torch
-        from transformers import AutoTokenizer
 
         from qerl_lab.model import policy, weight_files
-        from qerl_lab.model.chat import save_tokenizer
+        from qerl_lab.model.chat import load_tokenizer, save_tokenizer
         from qerl_lab.model.loading import load_by_transformers, require_dense
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
@@ -136,7 +135,7 @@ def warm_up(options: WarmupOptions) -> None:
     }  # fmt: skip
     require_dense(folder, f"model={options.model}", "because all its weights are trained. Type its path.")
     model = load_by_transformers(folder, getattr(torch, options.dtype))
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     rows, record["too_long"] = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         losses = train(options, model.to(device), tokenizer, rows, unfinished.folder)

@@ -1,5 +1,6 @@
 """Chat templates that write a question or are refused, the files of a tokenizer, and the id for padding."""
 
+import json
 import shutil
 from datetime import date
 from pathlib import Path
@@ -188,3 +189,18 @@ def test_an_end_token_without_an_embedding_is_refused() -> None:
     own = AutoTokenizer.from_pretrained(ASSETS)
     with pytest.raises(ConfigError, match="allowed: an end token that the model has"):
         chat.pad_id(own, min(own.pad_token_id, own.eos_token_id))
+
+
+def test_a_tokenizer_that_loses_spaces_is_refused(tmp_path: Path) -> None:
+    """transformers builds the class in tokenizer_config.json, and DeepSeek's llamas name one of SentencePiece."""
+    shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
+
+    def set_entry(file: str, **entry: str) -> None:
+        (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | entry))
+
+    set_entry("config.json", model_type="llama")
+    set_entry("tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    with pytest.raises(ValueError, match="LlamaTokenizer of transformers loses the spaces of a text; if "):
+        chat.load_tokenizer(tmp_path)
+    set_entry("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")  # as the error says
+    assert Chat(chat.load_tokenizer(tmp_path)).prompt_ids(ASKED) == Chat(chat.load_tokenizer(ASSETS)).prompt_ids(ASKED)
