@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateError
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_lab.config.message import in_one_line
@@ -18,7 +19,8 @@ LOADING_OPTIONS = ("is_local", "local_files_only")
 DATE_MACRO = (
     "{% macro strftime_now(form) %}{{ dates[form] or raise_exception('no date in the form ' ~ form) }}{% endmacro %}\n"
 )
-SAMPLE = "12 apples and 7"  # a tokenizer that loses spaces changes it
+TOKENIZER = "tokenizer.json"
+SAMPLE = "12 apples and 3456789"  # tokenizers differ in spaces and in groups of digits
 LEFT_OUT = {"system": "the instruction", "user": "the question"}  # role -> content, as messages name it
 
 
@@ -114,22 +116,21 @@ class Chat:
 def load_tokenizer(folder: Path, **options: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer in `folder`; `options` are further arguments of `from_pretrained`.
 
-    Raises ValueError if it loses the spaces of a text. For some architectures transformers (5.17) builds the class that
-    tokenizer_config.json names, and not what tokenizer.json says: then the LlamaTokenizer of DeepSeek's models with a
-    byte-level vocabulary drops all spaces (transformers #48206).
+    Raises ValueError if transformers splits words or digits otherwise than tokenizer.json says. For some architectures
+    it (5.17) builds the class that tokenizer_config.json names, with the rules of this class (transformers #48206): the
+    LlamaTokenizer of DeepSeek-Math drops all spaces.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
-    if not keeps_spaces(tokenizer):
-        raise ValueError(
-            f"{type(tokenizer).__name__} of transformers loses the spaces of a text; if {folder}/tokenizer.json is "
-            'right, write "tokenizer_class": "PreTrainedTokenizerFast" into tokenizer_config.json beside it'
-        )
+    tokenizer, file = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options), folder / TOKENIZER
+    if file.is_file():
+        stored = Tokenizer.from_file(str(file))
+        stored.no_padding()
+        ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+        if ids != stored.encode(SAMPLE, add_special_tokens=False).ids:
+            raise ValueError(
+                f"{type(tokenizer).__name__} of transformers splits texts otherwise than {file}; write "
+                '"tokenizer_class": "PreTrainedTokenizerFast" into tokenizer_config.json beside it'
+            )
     return tokenizer
-
-
-def keeps_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether the tokenizer gives back a text with spaces that it has tokenized."""
-    return tokenizer.decode(tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]) == SAMPLE
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

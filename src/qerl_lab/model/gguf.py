@@ -138,12 +138,12 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     from tokenizers.models import BPE
     from transformers import AutoTokenizer, GgufConfig
 
-    from qerl_lab.model.chat import keeps_spaces, save_tokenizer
+    from qerl_lab.model.chat import SAMPLE, save_tokenizer
     from qerl_lab.model.loading import load_by_transformers
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     is_bpe = isinstance(tokenizer.backend_tokenizer.model, BPE)  # as every language model in GGUF
-    if not is_bpe or not keeps_spaces(tokenizer):
+    if not is_bpe or tokenizer.decode(tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]) != SAMPLE:
         raise ValueError("it builds another tokenizer than the file's, and prompts would be other tokens")
     dequantizes = GgufConfig(dequantize=True)
     model = load_by_transformers(

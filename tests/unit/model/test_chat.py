@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
@@ -191,16 +191,24 @@ def test_an_end_token_without_an_embedding_is_refused() -> None:
         chat.pad_id(own, min(own.pad_token_id, own.eos_token_id))
 
 
-def test_a_tokenizer_that_loses_spaces_is_refused(tmp_path: Path) -> None:
-    """transformers builds the class in tokenizer_config.json, and DeepSeek's llamas name one of SentencePiece."""
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "GPT2Tokenizer"])
+def test_a_tokenizer_that_transformers_changes_is_refused(tmp_path: Path, name: str) -> None:
+    """The first class in tokenizer_config.json would drop all spaces, the second would merge 5 and 6 of 3456789."""
     shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
+    files = {file: json.loads((tmp_path / file).read_text()) for file in (chat.TOKENIZER, "tokenizer_config.json")}
+    files["config.json"] = {"model_type": "llama"}
+    vocabulary, merges = (files[chat.TOKENIZER]["model"][part] for part in ("vocab", "merges"))
+    vocabulary["56"] = 1000
+    merges.append(["5", "6"])
+    by_three = {"type": "Split", "pattern": {"Regex": r"\p{N}{1,3}"}, "behavior": "Isolated", "invert": False}
+    files[chat.TOKENIZER]["pre_tokenizer"]["pretokenizers"][0] = by_three  # 345 678 9
 
-    def set_entry(file: str, **entry: str) -> None:
-        (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | entry))
+    def load(tokenizer_class: str) -> PreTrainedTokenizerBase:
+        files["tokenizer_config.json"]["tokenizer_class"] = tokenizer_class
+        for file, content in files.items():
+            (tmp_path / file).write_text(json.dumps(content))
+        return chat.load_tokenizer(tmp_path)
 
-    set_entry("config.json", model_type="llama")
-    set_entry("tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
-    with pytest.raises(ValueError, match="LlamaTokenizer of transformers loses the spaces of a text; if "):
-        chat.load_tokenizer(tmp_path)
-    set_entry("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")  # as the error says
-    assert Chat(chat.load_tokenizer(tmp_path)).prompt_ids(ASKED) == Chat(chat.load_tokenizer(ASSETS)).prompt_ids(ASKED)
+    with pytest.raises(ValueError, match="Tokenizer of transformers splits texts otherwise than "):
+        load(name)
+    assert load("PreTrainedTokenizerFast").decode(vocabulary["56"]) == "56"  # as the error says
