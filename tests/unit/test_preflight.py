@@ -1,6 +1,5 @@
 """Preflight refuses a run before it starts: model files, questions, machine."""
 
-import copy
 import dataclasses
 import functools
 import importlib.util
@@ -25,6 +24,7 @@ from qerl_lab.config.option import ConfigError, require_package
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import ASSETS
+from refusals import refusal_of
 from small_checkpoints import edit_config, write_dense, write_packed
 
 
@@ -45,15 +45,7 @@ NOTED = "note: not on this machine: "
 
 
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the message of a refused command; assert that it leaves no file."""
-    before = set(Path.cwd().rglob("*"))
-    assert main(line.split()) == 2
-    out, message = capsys.readouterr()
-    assert out == ""
-    assert message.startswith("error: ")
-    assert message.count("\n") == 1
-    assert set(Path.cwd().rglob("*")) == before
-    return message
+    return refusal_of(main, line.split(), capsys)
 
 
 @pytest.mark.parametrize(("line", "is_noted"), [("format.ignore=[foo]", False), ("device=cuda", True)])
@@ -65,13 +57,6 @@ def test_a_dry_run_is_refused_too_but_notes_what_only_this_machine_lacks(
     out, err = capsys.readouterr()
     assert (f"error: {out.partition(NOTED)[2].splitlines()[0]}\n" if is_noted else err) == message
     assert list(Path.cwd().iterdir()) == []
-
-
-def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["+experiment=nvfp4_aqn", "scale=paper_gsm8k_7b", "rollout=vllm", "dry_run=true"]) == 0
-    out = capsys.readouterr().out
-    assert NOTED in out
-    assert "would run 1 job" in out
 
 
 @pytest.mark.parametrize(
@@ -329,40 +314,12 @@ def test_questions_that_are_not_there_are_named_before_lengths_that_do_not_fit()
         preflight.check(cfg, Path.cwd() / "run")
 
 
-def test_a_refusal_by_an_estimated_size_is_lifted_by_device_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
-    monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
-    with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
-        preflight.check(plain(model__path="Qwen/Qwen2.5-1.5B-Instruct"), Path.cwd() / "run")
-    assert preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cpu"), Path.cwd() / "run") == []
-    assert preflight.check(plain(model__path="Qwen/Qwen2.5-0.5B-Instruct"), Path.cwd() / "run") == []
-
-
 REMEDIES = r"Type a smaller model, for example (model.*), or (device=cpu.*) to run it all the same"
-KEY_OF_GROUP = {"optim": "optim.name", "rollout": "rollout.engine"}
-
-
-@pytest.mark.parametrize("line", [
-    "scale=paper_gsm8k_7b", "scale=paper_bigmath_32b rollout=vllm", "scale=qwen1_5b +experiment=nvfp4_aqn",
-    "scale=qwen1_5b +experiment=bf16", "scale=custom model=qwen3_8b model.attention=flash_attention_2",
-])  # fmt: skip
-def test_the_remedies_for_a_model_too_large_for_a_cpu_pass_the_check(
-    line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
-    monkeypatch.setattr(preflight, "refuse_full_disk", lambda *_: None)
-    (job,) = make_plan(line.split(), multirun=False).jobs
-    with pytest.raises(ConfigError, match=REMEDIES) as refusal:
-        preflight.check_machine(job.config, job.run_dir)
-    for words in re.search(REMEDIES, str(refusal.value)).groups():
-        by_key = dict(word.split("=") for word in words.split())
-        changes = {KEY_OF_GROUP.get(key, key): value for key, value in by_key.items()}
-        preflight.check_machine(with_changes(copy.deepcopy(job.config), changes), job.run_dir)
 
 
 @pytest.mark.parametrize("line", [
     "scale=paper_bigmath_32b rollout=vllm model.attention=flash_attention_2",  # all words at once
-    "scale=custom model.path=Qwen/Qwen2.5-7B-Instruct",
+    "scale=qwen1_5b +experiment=bf16",  # just too large
 ])  # fmt: skip
 def test_the_remedies_for_a_model_too_large_for_a_cpu_can_be_typed(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from qerl_lab.config.task import TaskConfig
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate.subject import load_questions
 from qerl_lab.model.on_disk import ASSETS
+from refusals import refusal_of
 
 
 @pytest.mark.parametrize(
@@ -57,12 +58,7 @@ def test_impossible_options_are_refused_in_one_line(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert evaluate.main(words.split()) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert said in err
-    assert err.count("\n") == 1
-    assert not [*tmp_path.iterdir()], "a refused command makes no folder"
+    assert said in refusal_of(evaluate.main, words.split(), capsys)
 
 
 def test_refusals_name_the_options_of_the_command_and_not_the_keys_of_a_run(

@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import hub_rows
@@ -107,10 +106,6 @@ def test_a_run_trains_on_the_first_example(tmp_path: Path, tiny, monkeypatch: py
     (step,) = [line["metrics"] for line in directory.metrics() if "reward/mean" in line["metrics"]]
     assert 0 <= step["reward/short"] <= 0.1
     assert directory.config().task.module_hash == module_hash(str(tmp_path / "mine.py"))
-    env = directory.path / "env.json"
-    env.write_text(env.read_text().replace('"training_sha256": "', '"training_sha256": "other'))
-    with pytest.raises(ConfigError, match="the training questions have changed since the run began"):
-        run(cfg, directory, Stop())
 
 
 # --- the contract
@@ -225,11 +220,6 @@ def test_a_grade_may_return_the_parts_that_the_task_weighs(tmp_path: Path, tests
     task = load(tmp_path, REWARD.replace('"answer": right}', f'"answer": right{tests}}}'), name="code_io", path=path)
     rewards = task.weighted(task.grade(["a"], [Question("", "?", "a")]), ["a"])
     assert rewards.get("tests", 0.25) == 0.25
-
-
-def test_scores_may_be_lists(tmp_path: Path) -> None:
-    scores = load(tmp_path, "def grade(texts, questions): return {'format': [True], 'answer': [0]}").grade(["a"], [])
-    assert all(values.dtype == np.float64 for values in scores.values())
 
 
 def test_a_grade_changes_neither_the_texts_nor_scores_that_it_returned(tmp_path: Path) -> None:

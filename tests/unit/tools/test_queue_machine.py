@@ -287,14 +287,6 @@ def test_packs_hold_the_answers_of_evaluations_without_their_texts(lab: Lab) -> 
         assert {*pd.read_parquet(io.BytesIO(file.read()))} == {"correct"}
 
 
-def test_the_command_ends_with_1_if_a_run_failed(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
-    lab.calls.endings = [FAILED]
-    words = [f"runs={lab.folder / 'machine'}", f"pack={lab.folder / 'packs'}"]
-    assert command.main(["run", str(lab.folder / "queue.yaml"), *words]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: 1 run failed in training or evaluation, ")
-    assert len(list((lab.folder / "packs").iterdir())) == 1
-
-
 @pytest.mark.parametrize(("jobs", "part"), [(1, []), (2, ["jobs_per_gpu=2"])])
 def test_a_run_beside_others_gets_its_part_of_the_gpu(lab: Lab, jobs: int, part: list[str]) -> None:
     lab.calls.endings = [FAILED, FAILED]
@@ -523,13 +515,6 @@ def test_a_run_is_merged_only_into_the_folder_of_its_part(lab: Lab) -> None:
     assert [(folder, run.partition("-")[0]) for folder, run in lab.merged] == [
         (lab.folder.name, "bf16"), ("other", "nvfp4")
     ]  # fmt: skip
-
-
-def test_a_part_may_be_renamed_before_its_packs_are_collected(lab: Lab) -> None:
-    lab.run("first")
-    (lab.folder / "queue.yaml").write_text(QUEUE.replace("formats", "renamed"))
-    assert lab.collect("first") == [("done", "0 of 1")]
-    assert len(lab.merged) == 1
 
 
 def test_bad_packs_are_left_out_and_the_others_collected(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
