@@ -183,7 +183,7 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
 
 
 def note_trained_questions(chosen: Subject, benchmarks: list[Task]) -> list[Task]:
-    """Return the benchmarks, with a warning on each that asks questions which the run was trained on.
+    """Warn of benchmarks that ask questions which the run was trained on; return them with the warnings added.
 
     Questions are compared by `wording`. If the training questions cannot be read, or are no longer those of the run's
     record, each benchmark gets a warning that says so. Nothing is compared for a model or a base alone.

@@ -86,7 +86,10 @@ class Chat:
         return ids
 
     def _end_of_answer(self) -> str | None:
-        """Return the special token that the template writes after an answer; None if it writes none, or is not read."""
+        """Return the special token that the chat template writes after an answer.
+
+        None if it writes no special token there, or if the template or the tokenizer fails.
+        """
         chat = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This."}]
         try:
             text = self._apply_template(chat, self._dates(), tokenize=False)
@@ -105,7 +108,10 @@ class Chat:
         return {form: datetime.combine(self.day, time()).strftime(form) for form in forms}
 
     def _apply_template(self, messages: list[dict[str, str]], dates: dict[str, str], **options: bool) -> Any:
-        """Apply the template to a chat: text with tokenize=False, a dict with "input_ids" with return_dict=True."""
+        """Write a chat with the template, and return it.
+
+        Returns text with tokenize=False, and a dict with the token ids as "input_ids" with return_dict=True.
+        """
         dated: dict[str, Any] = {}
         # mistral-common's tokenizers, used where vLLM is installed, refuse unknown variables.
         if "strftime_now" in str(self.tokenizer.chat_template):
@@ -120,7 +126,8 @@ def load_tokenizer(folder: Path, **options: str) -> PreTrainedTokenizerBase:
     it (5.17) builds the class that tokenizer_config.json names, with the rules of this class (transformers #48206): the
     LlamaTokenizer of DeepSeek-Math drops all spaces.
     """
-    tokenizer, file = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options), folder / TOKENIZER
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+    file = folder / TOKENIZER
     if file.is_file():
         stored = Tokenizer.from_file(str(file))
         stored.no_padding()

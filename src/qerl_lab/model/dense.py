@@ -43,12 +43,14 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
 
 
 def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -> tuple[dict[str, Tensor], float]:
-    """Return the policy's `base_tensors` with each packed Linear dequantized to `dtype`, and the rounding share.
+    """Return `base_tensors` with each packed Linear dequantized to `dtype`, and how much of the adapter is lost.
 
     Dense layers keep the dtype in which they were loaded. With `merged` the weight of a layer with an adapter becomes
-    W + scaling * B A, added in float32 and rounded once to `dtype`. The rounding share is how far this rounding moved
-    these weights divided by how far the adapter moved them (root mean squares over all layers with an adapter). At 1
-    the adapter is lost. It is 0 without `merged`, and for an adapter that moves nothing.
+    W + scaling * B A, added in float32 and rounded once to `dtype`.
+
+    The second result compares two changes of these weights: the change by that rounding, divided by the change by the
+    adapter (root mean squares over all layers with an adapter). At 1 the adapter is lost. The result is 0 without
+    `merged`, and for an adapter that changes nothing.
     """
     base, tensors = policy.base, base_tensors(policy)
     packed, rounded, moved = packed_layers(base), 0.0, 0.0
@@ -61,12 +63,13 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
             weight = weight_format.dequantize(stored, shape, torch.float32 if name in adapted else dtype)
         else:
             weight = tensors[f"{name}.weight"].float()
-        tensors[f"{name}.weight"] = weight.to(dtype)
-        if name in adapted:
-            change = adapted[name].get_delta_weight("default").detach().float()
-            tensors[f"{name}.weight"] = (weight + change).to(dtype)
-            rounded += (tensors[f"{name}.weight"] - weight).double().sub(change).square().sum().item()
-            moved += change.double().square().sum().item()
+        if name not in adapted:
+            tensors[f"{name}.weight"] = weight.to(dtype)
+            continue
+        change = adapted[name].get_delta_weight("default").detach().float()
+        tensors[f"{name}.weight"] = (weight + change).to(dtype)
+        rounded += (tensors[f"{name}.weight"] - weight).double().sub(change).square().sum().item()
+        moved += change.double().square().sum().item()
     return tensors, math.sqrt(rounded / moved) if moved else 0.0
 
 

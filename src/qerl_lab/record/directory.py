@@ -530,9 +530,9 @@ class RunDirectory:
         for read in (self.result, self.environments, self.sessions, self.mirror):  # each raises for a damaged file
             read()
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
-        lines = self.metrics()  # read after the checkpoints, as a running run adds to both
+        lines, end = self.metrics_from(0)  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
-        if is_done and not (self.path / METRICS_FILE.name).read_bytes().endswith(b"\n"):
+        if is_done and end < (self.path / METRICS_FILE.name).stat().st_size:
             raise ConfigError(f"{METRICS_FILE.name} ends within a line. Move {DONE} away and resume the run.")
         self.evaluations()  # a damaged file would replace the copy in a mirror
         if is_done and settings.get("eval.questions") != "0" and not (self.path / EVALUATIONS).exists():

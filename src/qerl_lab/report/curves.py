@@ -38,7 +38,13 @@ Values = dict[str, list[pd.Series]]  # label -> values of a metric, a series per
 
 
 class Line(NamedTuple):
-    """An arm in a panel: its runs, the values of the metric (a series per run), and arguments of `plot`, with label."""
+    """What a panel draws for one arm.
+
+    Attributes:
+        runs: the arm's runs.
+        series: the values of the metric, one series per run.
+        look: arguments of `Axes.plot`, such as the color, and the label in the legend.
+    """
 
     runs: Sequence[Run]
     series: Sequence[pd.Series]
@@ -267,7 +273,7 @@ def _is_line(chosen: Values, curve: Curve) -> bool:
 
 
 def _draw_two_points(axis: Axes, line: Line, beside: float | None, curve: Curve, show_seeds: bool) -> None:
-    """Draw the mean of an arm before and after training, with 95% intervals; a thin dotted line joins the two.
+    """Draw an arm as two points, its means before and after training, with 95% intervals and a dotted line between.
 
     The interval of held-out accuracy is over seeds and questions, as in the tables; for other metrics it is over seeds.
     The points are at x = `beside` and `beside` + 1. If `beside` is None, they are at the mean x of their values.
@@ -294,7 +300,7 @@ def _draw_two_points(axis: Axes, line: Line, beside: float | None, curve: Curve,
 
 
 def _draw_line(axis: Axes, line: Line, by: str, curve: Curve, show_seeds: bool, phase: float) -> None:
-    """Draw one arm in a panel: the mean as a thick line, and its 95% interval as a band.
+    """Draw an arm as a line: the mean over its seeds as a thick line, and its 95% interval as a band.
 
     `show_seeds` adds a thin line per seed. Seeds have values at different times if `by` is `CLOCK`. Then each seed is
     interpolated linearly, and the mean covers only the time in which all seeds ran. `phase`, from 0 to 1, shifts the

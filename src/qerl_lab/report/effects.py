@@ -131,7 +131,10 @@ class Measured(NamedTuple):
 
     @property
     def jackknife(self) -> float:
-        """Return the jackknife variance of seeds' means (`stats.jackknife`); 0 if `without` is not set."""
+        """Return the variance of the seeds' means by the jackknife (`stats.jackknife`); 0 if the seeds are independent.
+
+        They are independent if `without` is not set.
+        """
         return 0.0 if self.without is None else stats.jackknife(self.without.to_numpy(float).mean(1))
 
 
@@ -201,10 +204,10 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
 
 
 def _interval(claim: Claim, measured: Measured, has_end: tuple[bool, bool]) -> stats.Interval:
-    """Return the mean over seeds and questions with its 95% interval; for a ratio logarithms become factors.
+    """Return the mean of `measured` over seeds and questions, and the low and high end of its 95% interval.
 
-    The low or high end is infinite if `has_end` is false for it, because a value is censored. The variance of seeds'
-    means is taken to be at least `measured.jackknife`.
+    For a ratio all three are factors; `measured` has their logarithms. The low or high end is infinite if `has_end` is
+    false for it, because a value is censored. The variance of seeds' means is at least `measured.jackknife`.
     """
     mean, low, high = stats.over_seeds(measured.values, least=measured.jackknife)
     has_low, has_high = has_end
@@ -220,11 +223,12 @@ def _interval(claim: Claim, measured: Measured, has_end: tuple[bool, bool]) -> s
 def _measure_effect(
     claim: Claim, measure: str, pair: Pair, seeds: Sequence[int]
 ) -> tuple[Measured, Measured, Measured]:  # fmt: skip
-    """Return `measure` of treated and control over the questions that both were asked, and their difference.
+    """Measure both sides of a pair on the questions that both were asked; return treated, control and the difference.
 
     Raises Unmeasured if the runs lack the measure, or were asked too few of the same questions.
     """
-    treated, control = (_measure_side(claim, measure, side, pair.control.runs, seeds) for side in pair[:2])
+    controls = pair.control.runs
+    treated, control = (_measure_side(claim, measure, side, controls, seeds) for side in (pair.treated, pair.control))
     shared = sorted(set(treated.values.columns) & set(control.values.columns))
     if not shared or (len(shared) == 1 and treated.values.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")

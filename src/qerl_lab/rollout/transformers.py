@@ -59,8 +59,9 @@ class TransformersEngine(Engine):
 
         A call per token would be too seldom: on a CPU the first token, after all prompts of a batch, can take minutes.
         """
-        weights = [(name, p) for name, p in self.policy.base.named_parameters() if name.endswith(".weight")]
-        norms = [self.policy.base.get_submodule(name.removesuffix(".weight")) for name, p in weights if p.dim() == 1]
+        base = self.policy.base
+        names = [name for name, p in base.named_parameters() if name.endswith(".weight") and p.dim() == 1]
+        norms = [base.get_submodule(name.removesuffix(".weight")) for name in names]
         hooks = [norm.register_forward_pre_hook(lambda *_: on_done(0)) for norm in norms]
         try:
             yield

@@ -134,8 +134,8 @@ def warm_up(options: WarmupOptions) -> None:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }  # fmt: skip
     require_dense(folder, f"model={options.model}", "because all its weights are trained. Type its path.")
+    tokenizer = load_tokenizer(folder)  # may refuse: before the weights
     model = load_by_transformers(folder, getattr(torch, options.dtype))
-    tokenizer = load_tokenizer(folder)
     rows, record["too_long"] = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         losses = train(options, model.to(device), tokenizer, rows, unfinished.folder)

@@ -392,15 +392,16 @@ def task_in_words(cfg: TaskConfig) -> str:
 def noise_line(cfg: AqnConfig) -> str:
     """Return the noise of a run in words: its schedule, with sigma or KL in the first noisy and in the last stage.
 
-    "0, then" before them: the first stage has no noise (but it has with reading=equation). The last stage has sigma_end
-    or kl_end, but not with reading=algorithm, nor if it is the only noisy stage.
+    "0, then" stands before them if the first stage has no noise. The last stage has sigma_end or kl_end, but not with
+    reading=algorithm, nor if it is the only noisy stage.
     """
     if cfg.schedule == "off":
         return "no AQN"
     of_norms = " of each norm's size" if cfg.relative else ""
     if cfg.schedule == "adaptive":
         return f"AQN adaptive, KL {cfg.kl_start:g} nats, from sigma {cfg.sigma_start:g}{of_norms}"
-    quiet = "" if cfg.reading == "equation" else "0, then "
-    start, unit = (cfg.kl_start, " nats") if cfg.unit == "kl" else (cfg.sigma_start, of_norms)
-    kind = f"{cfg.schedule}, KL" if cfg.unit == "kl" else cfg.schedule
-    return f"AQN {kind} {quiet}{start:g} -> {aqn.level(cfg, cfg.stages, cfg.stages):g}{unit}"
+    first, last = (aqn.level(cfg, stage, cfg.stages) for stage in (1, cfg.stages))
+    before = "" if first else "0, then "
+    if cfg.unit == "kl":
+        return f"AQN {cfg.schedule}, KL {before}{cfg.kl_start:g} -> {last:g} nats"
+    return f"AQN {cfg.schedule} {before}{cfg.sigma_start:g} -> {last:g}{of_norms}"
