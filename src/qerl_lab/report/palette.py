@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib import rc_params_from_file
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
@@ -134,28 +133,11 @@ def add_legend_below(figure: Figure) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """Render a figure as a PNG of at most 128 colors and close it."""
-    drawn = io.BytesIO()
+    """Render a figure as a PNG of at most 256 colors, a third of the size of a PNG of all colors, and close it."""
+    drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI, pil_kwargs={"compress_level": 0})  # it is compressed below
     plt.close(figure)
-    return with_fewer_colors(drawn.getvalue())
-
-
-def with_fewer_colors(png: bytes) -> bytes:
-    """Reduce a PNG to its 128 most frequent colors, which makes it a third of its size; other colors take the nearest.
-
-    The colors of background, lines and marks stay as they are: a clustering (k-means) would merge colors of thin lines.
-    """
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    by_count = sorted(image.getcolors(image.width * image.height), key=lambda counted: (-counted[0], counted[1]))
-    colors = np.array([color for _, color in by_count])
-    kept = colors[:128]
-    nearest = ((kept**2).sum(1) - 2 * colors @ kept.T).argmin(1)  # squared distance less |color|^2, which all share
-    place_of = np.zeros(2**24, np.uint8)  # color as a number -> place in the palette; sorting all pixels is slow
-    place_of[colors @ [2**16, 2**8, 1]] = nearest
-    red, green, blue = (np.asarray(band, np.uint32) for band in image.split())
-    small = Image.fromarray(place_of[red << 16 | green << 8 | blue], mode="P")
-    small.putpalette(kept.astype(np.uint8).tobytes())
-    written = io.BytesIO()
-    small.save(written, "PNG", optimize=True)
+    # Of Pillow's methods this one keeps the colors of lines and pale bands best.
+    colors = Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    colors.save(written, "PNG", optimize=True)
     return written.getvalue()
