@@ -30,6 +30,7 @@ FETCHED = {  # a file that make fetches -> the command, the model's id on the hu
 DTYPE, WEIGHT_BYTES = "bfloat16", 2
 LAYOUT = 3  # part of the hash: raise it to unpack every file anew
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that are never split; those of the first are special tokens
+SAMPLE = "Ann's 12 apples,\n\nand 3,456,789 (or 1234567)?\n"  # a tokenizer must keep each of its characters
 ROPE_TENSORS = ("rope_freqs.", "rope_factors_")  # divisors of rotary frequencies, of Llama 3.1 and Phi-3
 SPECIAL = {
     "bos_token": "tokenizer.ggml.bos_token_id", "eos_token": "tokenizer.ggml.eos_token_id",
@@ -84,6 +85,11 @@ def header(file: Path) -> Header:
     try:
         reader = GGUFReader(file)
         tensors, metadata = reader.tensors, {name: field.contents() for name, field in reader.fields.items()}
+        end = reader.data_offset
+        for tensor in tensors:  # one after the other, as llama.cpp requires: a wrong type or shape has another size
+            if tensor.data_offset != end:
+                raise ValueError(f"{tensor.name} begins at byte {tensor.data_offset}, and its place is {end}")
+            end += -(-tensor.n_bytes // reader.alignment) * reader.alignment
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:  # damage ends in any of these
         raise ConfigError(f"{file} is no GGUF file, or not whole ({first_line(error)}). Download it again.") from None
     rope_scaling = [key for key, value in metadata.items() if key.endswith(".rope.scaling.type") and value != "none"]
@@ -118,7 +124,7 @@ def unpack(file: Path) -> Path:
         partial.mkdir()
         try:
             _dequantize(file, partial, contents)
-        except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        except Exception as error:  # damaged metadata ends in any class of error, also of tokenizers and gguf
             shutil.rmtree(partial)
             raise ConfigError(
                 f"transformers cannot read {file} ({type(error).__name__}: {first_line(error)}). "
@@ -138,7 +144,7 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     from tokenizers.models import BPE
     from transformers import AutoTokenizer, GgufConfig
 
-    from qerl_lab.model.chat import SAMPLE, save_tokenizer
+    from qerl_lab.model.chat import save_tokenizer
     from qerl_lab.model.loading import load_by_transformers
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from gguf_files import ADDED, HEADS, KV_HEADS, write_gguf
@@ -150,6 +151,54 @@ def test_a_file_that_transformers_cannot_read_is_a_user_error(new_file: Path) ->
     with pytest.raises(ConfigError, match=r"transformers cannot read .*m\.gguf .*\. Type the path of the model as"):
         gguf.unpack(new_file)
     assert list(cache_folder().iterdir()) == []
+
+
+def type_field(data: bytes, name: str, dimensions: int) -> int:
+    """Return where in a GGUF file's bytes the type of a tensor is: 4 bytes, then the 8 bytes of its offset."""
+    return data.index(len(name).to_bytes(8, "little") + name.encode()) + 8 + len(name) + 4 + 8 * dimensions
+
+
+@pytest.mark.parametrize(
+    ("tensor", "bytes_further", "value", "said"),
+    [
+        ("token_embd.weight", 0, (2).to_bytes(4, "little"), r"output_norm\.weight begins at byte 29472, and its place"),
+        ("token_embd.weight", 0, (99).to_bytes(4, "little"), ".*99.* is not a valid GGMLQuantizationType"),
+        ("blk.0.attn_q.weight", 4, bytes(8), r"blk\.0\.attn_q\.weight begins at byte 12384, and its place is"),
+        ("blk.0.attn_q.weight", 4, (2**40).to_bytes(8, "little"), "cannot reshape"),
+    ],
+    ids=["another type", "no type", "place of another", "past the end"],
+)
+def test_a_file_with_a_damaged_tensor_is_refused(
+    file: Path, new_file: Path, tensor: str, bytes_further: int, value: bytes, said: str
+) -> None:
+    """transformers would read other bytes, or numbers in another format, and finite ones without an error."""
+    data = bytearray(file.read_bytes())
+    at = type_field(data, tensor, dimensions=2) + bytes_further
+    data[at : at + len(value)] = value
+    new_file.write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"m\.gguf is no GGUF file, or not whole \({said}.*\)\. Download it again"):
+        gguf.unpack(new_file)
+
+
+def test_a_file_with_a_damaged_vocabulary_is_refused(file: Path, new_file: Path) -> None:
+    """The tokenizers package raises a bare Exception."""
+    new_file.write_bytes(file.read_bytes().replace("\u0120apples".encode(), "\u0120opples".encode(), 1))
+    said = r"transformers cannot read .*m\.gguf \(Exception: .* out of vocabulary\)\. Type the path of the model as"
+    with pytest.raises(ConfigError, match=said):
+        gguf.unpack(new_file)
+    assert list(cache_folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("lost", ["\n", "'", ",", "6", "?"])
+def test_a_file_with_a_tokenizer_that_loses_a_character_is_refused(
+    file: Path, new_file: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = AutoTokenizer.from_pretrained(gguf.unpack(file))
+    found.backend_tokenizer.normalizer = normalizers.Replace(lost, "")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: found)
+    write_gguf(new_file)
+    with pytest.raises(ConfigError, match="it builds another tokenizer than the file's"):
+        gguf.unpack(new_file)
 
 
 @pytest.mark.parametrize(("two_ends", "ends"), [(False, [2]), (True, [0, 2])])
