@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateError
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
@@ -19,8 +18,6 @@ LOADING_OPTIONS = ("is_local", "local_files_only")
 DATE_MACRO = (
     "{% macro strftime_now(form) %}{{ dates[form] or raise_exception('no date in the form ' ~ form) }}{% endmacro %}\n"
 )
-TOKENIZER = "tokenizer.json"
-SAMPLE = "12 apples and 3456789"  # tokenizers differ in spaces and in groups of digits
 LEFT_OUT = {"system": "the instruction", "user": "the question"}  # role -> content, as messages name it
 
 
@@ -120,24 +117,15 @@ class Chat:
 
 
 def load_tokenizer(folder: Path, **options: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `folder`; `options` are further arguments of `from_pretrained`.
+    """Load the tokenizer in `folder` as tokenizer.json says; `options` are further arguments of `from_pretrained`.
 
-    Raises ValueError if transformers splits words or digits otherwise than tokenizer.json says. For some architectures
-    it (5.17) builds the class that tokenizer_config.json names, with the rules of this class (transformers #48206): the
-    LlamaTokenizer of DeepSeek-Math drops all spaces.
+    AutoTokenizer is asked only without such a file. transformers (5.17) chooses a class by tokenizer_config.json or by
+    the architecture, and some classes replace the file's rules by their own (transformers #48206): the LlamaTokenizer
+    of DeepSeek-Math drops all spaces, and every model of type qwen2 gets Qwen's groups of digits.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
-    file = folder / TOKENIZER
-    if file.is_file():
-        stored = Tokenizer.from_file(str(file))
-        stored.no_padding()
-        ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-        if ids != stored.encode(SAMPLE, add_special_tokens=False).ids:
-            raise ValueError(
-                f"{type(tokenizer).__name__} of transformers splits texts otherwise than {file}; write "
-                '"tokenizer_class": "PreTrainedTokenizerFast" into tokenizer_config.json beside it'
-            )
-    return tokenizer
+    if (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder, **options)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
@@ -191,24 +192,25 @@ def test_an_end_token_without_an_embedding_is_refused() -> None:
         chat.pad_id(own, min(own.pad_token_id, own.eos_token_id))
 
 
-@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "GPT2Tokenizer"])
-def test_a_tokenizer_that_transformers_changes_is_refused(tmp_path: Path, name: str) -> None:
-    """The first class in tokenizer_config.json would drop all spaces, the second would merge 5 and 6 of 3456789."""
+@pytest.mark.parametrize(
+    ("kind", "tokenizer_class"),
+    [("llama", "LlamaTokenizerFast"), ("llama", "GPT2Tokenizer"), ("qwen2", "PreTrainedTokenizerFast")],
+)
+def test_a_tokenizer_is_what_its_file_says(tmp_path: Path, kind: str, tokenizer_class: str) -> None:
+    """transformers 5.17 drops all spaces with the first class, and splits 345 678 9 otherwise with the others."""
     shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
-    files = {file: json.loads((tmp_path / file).read_text()) for file in (chat.TOKENIZER, "tokenizer_config.json")}
-    files["config.json"] = {"model_type": "llama"}
-    vocabulary, merges = (files[chat.TOKENIZER]["model"][part] for part in ("vocab", "merges"))
-    vocabulary["56"] = 1000
-    merges.append(["5", "6"])
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
     by_three = {"type": "Split", "pattern": {"Regex": r"\p{N}{1,3}"}, "behavior": "Isolated", "invert": False}
-    files[chat.TOKENIZER]["pre_tokenizer"]["pretokenizers"][0] = by_three  # 345 678 9
-
-    def load(tokenizer_class: str) -> PreTrainedTokenizerBase:
-        files["tokenizer_config.json"]["tokenizer_class"] = tokenizer_class
-        for file, content in files.items():
-            (tmp_path / file).write_text(json.dumps(content))
-        return chat.load_tokenizer(tmp_path)
-
-    with pytest.raises(ValueError, match="Tokenizer of transformers splits texts otherwise than "):
-        load(name)
-    assert load("PreTrainedTokenizerFast").decode(vocabulary["56"]) == "56"  # as the error says
+    stored["pre_tokenizer"]["pretokenizers"][0] = by_three
+    for pair in ("34", "56"):
+        stored["model"]["vocab"][pair] = len(stored["model"]["vocab"])
+        stored["model"]["merges"].append([*pair])
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": tokenizer_class}
+    contents = {"tokenizer.json": stored, "tokenizer_config.json": settings, "config.json": {"model_type": kind}}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    text, found = "12 apples, 3456789\nand Ann's 1,234\n\n", chat.load_tokenizer(tmp_path)
+    ids = found(text)["input_ids"]
+    assert ids == Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    assert {"34", "56"} & {found.decode([token]) for token in ids} == {"34"}
+    assert found.decode(ids) == text
