@@ -59,21 +59,27 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
     `first` and `last` are the metrics of the run's first and last `WINDOW` steps.
     """
     began, now = _mean_metrics(first), _mean_metrics(last)
-    is_flat, is_truncated = now["reward/zero_variance_groups"] == 1, now["rollout/truncated_fraction"] == 1
+    is_flat = now["reward/zero_variance_groups"] == 1
     look = f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}."
     longer = f"Type a higher rollout.max_completion_tokens (it is {cfg.rollout.max_completion_tokens})."
     slower = f"Type a lower optim.learning_rate (it is {cfg.optim.learning_rate:g})."
     varied = f"rollout.group_size (it is {cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
-    signs: dict[str, str] = {}
-    if is_truncated:
-        signs["every completion was cut at the token limit"] = longer
     was, earns = began["reward/mean"], now["reward/mean"]
     variance = began["reward/std"] ** 2 + now["reward/std"] ** 2
     error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))  # completions of a question are correlated
-    if earns < REWARD_LEFT * was and was - earns > SIGMAS * error:
+    has_collapsed = earns < REWARD_LEFT * was and was - earns > SIGMAS * error
+    is_certain = now["policy/entropy_nats"] < ENTROPY_LEFT * began["policy/entropy_nats"]
+    # A collapsed policy writes on to any limit, unless the completions were cut before.
+    lacks_tokens = now["rollout/truncated_fraction"] == 1 and (
+        began["rollout/truncated_fraction"] == 1 or not (has_collapsed or is_certain)
+    )
+    signs: dict[str, str] = {}
+    if lacks_tokens:
+        signs["every completion was cut at the token limit"] = longer
+    if has_collapsed:
         signs["the policy has collapsed"] = f"The reward was {was:.2f} as the run began and is {earns:.2f}. {slower}"
     elif all(metrics["reward/mean"] == 0 for metrics in last):
-        easier = longer if is_truncated else "Type an easier task, or a model that solves some of it."
+        easier = longer if lacks_tokens else "Type an easier task, or a model that solves some of it."
         signs["no completion has earned anything"] = f"{look} {easier}"
     elif is_flat:
         signs["all completions of every question earned the same"] = (
@@ -87,7 +93,7 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
         )
     if advice := _advice_if_shrunk(began, now, cfg):
         signs["completions shrink and right answers do not rise"] = f"{advice} {look}"
-    if now["policy/entropy_nats"] < ENTROPY_LEFT * began["policy/entropy_nats"]:
+    if is_certain:
         signs["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}"
         )

@@ -125,6 +125,28 @@ def test_where_nothing_is_earned_since_all_is_cut_the_advice_is_more_tokens() ->
     assert ["Type a higher rollout.max_completion_tokens" in one for one in said] == [True, True]
 
 
+CUT = {"rollout/truncated_fraction": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "advises_tokens"),
+    [
+        ({}, WORTHLESS | CUT, []),
+        ({}, NOISE | CUT, []),
+        ({}, {"policy/entropy_nats": 0.005} | CUT, []),
+        (CUT, WORTHLESS | CUT, ["every completion was cut at the token limit"]),
+        ({}, CUT, ["every completion was cut at the token limit"]),
+    ],
+    ids=["worthless", "noise", "one token", "cut from the beginning", "long"],
+)
+def test_a_collapse_that_ends_at_the_limit_is_no_reason_for_more_tokens(
+    early: dict, late: dict, advises_tokens: list[str]
+) -> None:
+    said = told([GOOD | early] * WINDOW + [GOOD | late] * 20)
+    assert [one.partition(":")[0] for one in said if "rollout.max_completion_tokens" in one] == advises_tokens
+    assert any("Type a lower optim.learning_rate" in one for one in said) == (late != CUT)
+
+
 def test_a_resumed_run_compares_with_its_beginning_and_does_not_repeat_itself() -> None:
     worthless, low = GOOD | WORTHLESS, GOOD | HARD
     assert told([worthless] * WINDOW, earlier=[{"eval/accuracy": 0.5}, *[worthless] * WINDOW]) == []
