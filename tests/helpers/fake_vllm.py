@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 
 from qerl_lab.aqn import Noise
 from qerl_lab.model.policy import Policy
@@ -96,6 +97,9 @@ class FakeVllm:
                 return self.described
             case "qerl_adapter":
                 return [1]
+            case "qerl_adapted":
+                modules = self.policy.model.get_base_model().named_modules()
+                return [name for name, layer in modules if isinstance(layer, LoraLayer)]
             case "qerl_noise":
                 noise = Noise(float(given["sigma"]), given["seed"], given["step"], given["relative"])
                 self.norms = noise.onto_norms(self.policy.clean_norms)

@@ -34,6 +34,10 @@ class NoAdapter:
     def close(self) -> None: ...
 
 
+class AdapterFile(NoAdapter):
+    """The same for rollout.vllm.lora=request."""
+
+
 class PlayedLlm:
     """The part of vLLM's LLM that `VllmEngine` uses, over a given model."""
 
@@ -62,7 +66,7 @@ def played_engine(monkeypatch: pytest.MonkeyPatch, llm: Callable[..., Any]) -> I
         "vllm.envs": {"disable_envs_cache": lambda: None},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=0)},
         "vllm.v1": {}, "vllm.v1.engine": {}, "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
-        "qerl_lab.rollout.vllm.adapter": {"AdapterFile": NoAdapter, "DenseAdapter": NoAdapter},
+        "qerl_lab.rollout.vllm.adapter": {"AdapterFile": AdapterFile, "DenseAdapter": NoAdapter},
     })  # fmt: skip
     module = importlib.import_module("qerl_lab.rollout.vllm.vllm_engine")
     monkeypatch.setattr(module, "check_engine_on_cpu", lambda *_: None)

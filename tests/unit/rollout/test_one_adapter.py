@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 pytest.importorskip("vllm")
@@ -19,13 +20,21 @@ pytest.importorskip("vllm")
 from vllm import LLM, SamplingParams
 from vllm.config import LoadConfig, ModelConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
 from packed_layers import BY_NAME
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.model.on_disk import ASSETS, read_model_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.vllm import one_adapter
+from qerl_lab.rollout.vllm.transfer import (
+    adapted_layers,
+    check_adapter,
+    write_adapter_config,
+    write_adapter_weights,
+)
 from qerl_lab.rollout.vllm.vllm_engine import IN_THIS_PROCESS
 from small_checkpoints import edit_config
 
@@ -135,6 +144,31 @@ def test_a_part_of_a_fused_layer_may_have_no_adapter(tiny, build_policy) -> None
         more = own | {name.replace("gate", "up"): pair for name, pair in own.items()}
         with pytest.raises(ConfigError, match=r"3 layers have another adapter .*, the first .*0\.mlp\.up_proj"):
             write(llm, more, 1.0)
+
+
+# --- vLLM's own LoRA
+
+
+def test_an_adapter_that_vllm_ignores_is_refused(learner: Policy, tmp_path: Path) -> None:
+    """vLLM looks at the last part of a name when it loads an adapter, and leaves out what has no layer."""
+    write_adapter_config(learner.model, tmp_path)
+    write_adapter_weights(learner.model, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    with serving(enable_lora=True, max_loras=1, max_lora_rank=8) as llm:
+
+        def load(renamed: dict[str, Tensor]) -> list[str]:
+            save_file(renamed, tmp_path / WEIGHTS)
+            llm.llm_engine.add_lora(LoRARequest("policy", 1, str(tmp_path), load_inplace=True))
+            return llm.apply_model(adapted_layers)[0]
+
+        assert sorted(load(tensors)) == sorted(one_adapter.lora_modules(learner.model))
+        check_adapter(load(tensors), learner.model, "vLLM", "Type x.")
+        for part, count, first in ((".layers.", 21, "model.layers.0.self_attn.q_proj"),
+                                   (".1.mlp.up", 1, "model.layers.1.mlp.up_proj")):  # fmt: skip
+            held = load({name.replace(part, f".renamed{part}"): tensor for name, tensor in tensors.items()})
+            said = f"^vLLM holds no adapter in {count} of 21 layers that have one, the first {first}: .* Type x.$"
+            with pytest.raises(ConfigError, match=said):
+                check_adapter(held, learner.model, "vLLM", "Type x.")
 
 
 # --- how vLLM reads a directory

@@ -295,3 +295,9 @@ def test_the_engine_names_the_layers_that_are_not_shared(
     packed_layers(policy.base)[name].weight_scale.view(torch.uint8)[3, 5] = 7
     engine_module.VllmEngine(policy, cfg)
     assert f"packed layers that keep weights of their own: 1, the first {name}. The engine" in capsys.readouterr().out
+
+
+def test_an_engine_that_ignores_the_adapter_is_refused(policy: Policy, cfg: Any, engine_module: Any) -> None:
+    cfg.rollout.vllm.lora = "request"
+    with pytest.raises(ConfigError, match=r"^vLLM, for .* holds no adapter in 14 of 14 layers .* Type rollout\."):
+        engine_module.VllmEngine(policy, cfg)

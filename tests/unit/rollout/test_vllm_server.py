@@ -338,6 +338,18 @@ def norms(change: Callable[[torch.Tensor], torch.Tensor], most: int | None = Non
     return tell
 
 
+def ignores(layers: str) -> Callable[[FakeVllm], None]:
+    """Let the server ignore the adapter of layers with `layers` in their name, as vLLM does if it has no such layer."""
+
+    def tell(fake: FakeVllm) -> None:
+        fake.rpc = lambda asked, given: (
+            [name for name in FakeVllm.rpc(fake, asked, given) if layers not in name]
+            if asked == "qerl_adapted" else FakeVllm.rpc(fake, asked, given)
+        )  # fmt: skip
+
+    return tell
+
+
 def off_by(nats: float) -> Callable[[FakeVllm], None]:
     def change(fake: FakeVllm) -> None:
         fake.logprobs = lambda prompt, count: [one - nats for one in FakeVllm.logprobs(fake, prompt, count)]
@@ -370,6 +382,10 @@ W8A8 = fp8.W8A8.quantization_config(["lm_head"], torch.float32)
         (norms(lambda norm: norm + 0.01), ["another weight of model.layers.0.input_layernorm"]),
         (norms(torch.Tensor.bfloat16), ["model.layers.0.input_layernorm in torch.bfloat16", "allowed: torch.float32"]),
         (norms(torch.Tensor.float, 0), ["has no layer model.layers.0.input_layernorm"]),
+        (
+            ignores("layers.1."),
+            ["no adapter in 7 of 21 layers that have one, the first model.layers.1.self_attn.q_proj"],
+        ),
         (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
         (fault(COMPLETIONS, refusal(400, "not JSON compliant: nan")), ["nan nats a token away"]),
         (

@@ -5,15 +5,16 @@ Imports no vllm, because a server may run elsewhere.
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
@@ -86,6 +87,33 @@ def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder:
         else:
             continue
         raise ConfigError(f"{holder} {why}. {way_out}")
+
+
+def adapted_layers(vllm_model: nn.Module) -> list[str]:
+    """List the layers of `vllm_model` for which vLLM's own LoRA holds an adapter, by full name in the checkpoint."""
+    found, packed = list[str](), cast(Mapping[str, list[str]], vllm_model.packed_modules_mapping)
+    for name, layer in vllm_model.named_modules():
+        matrices = getattr(layer, "lora_a_stacked", None)
+        if isinstance(matrices, tuple):  # A[1, 1, max_rank, K] of each fused part, 0 where vLLM has found none
+            parent, _, fused = name.rpartition(".")
+            parts = zip(packed.get(fused, [fused]), matrices, strict=True)
+            found += [f"{parent}.{part}" for part, A in parts if A.any()]
+    return found
+
+
+def check_adapter(held: Collection[str], model: PeftModel, holder: str, way_out: str) -> None:
+    """Raise ConfigError unless the engine holds an adapter in each layer where `model` has one.
+
+    vLLM ignores an adapter of a layer that it names otherwise, and would sample from the base without an error. `held`
+    has the full names of the layers (`adapted_layers`). The message begins with `holder`, which names the engine, and
+    ends with `way_out`.
+    """
+    given = [name for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)]
+    if missing := [name for name in given if name not in held]:
+        raise ConfigError(
+            f"{holder} holds no adapter in {len(missing)} of {len(given)} layers that have one, the first "
+            f"{missing[0]}: its model is another, or names layers otherwise. {way_out}"
+        )
 
 
 def encode_tensor(tensor: Tensor) -> list[str]:

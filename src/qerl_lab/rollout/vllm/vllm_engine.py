@@ -39,7 +39,14 @@ from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, choose_backend
 from qerl_lab.rollout.vllm.base import model_folder
 from qerl_lab.rollout.vllm.kv_cache import kv_cache_bytes
-from qerl_lab.rollout.vllm.transfer import MARLIN_FOR_FP8, check_norms, sampling_arguments, serving_arguments
+from qerl_lab.rollout.vllm.transfer import (
+    MARLIN_FOR_FP8,
+    adapted_layers,
+    check_adapter,
+    check_norms,
+    sampling_arguments,
+    serving_arguments,
+)
 
 # Run vLLM in this process; `LLM` has no argument for it.
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -83,9 +90,11 @@ class VllmEngine(Engine):
         if isinstance(self._adapter, DenseAdapter):
             self._adapter.attach(self.model)
         self._norms = self._find_norms()  # kept for `sync`, because the lookup takes a millisecond
-        path = cfg.model.path
-        check_norms(self._norms, policy.clean_norms, f"vLLM, for model.path={path},", "Type rollout=transformers.")
+        holder = f"vLLM, for model.path={cfg.model.path},"
+        check_norms(self._norms, policy.clean_norms, holder, "Type rollout=transformers.")
         self.sync(CLEAN)
+        if isinstance(self._adapter, AdapterFile):
+            check_adapter(adapted_layers(self.model), policy.model, holder, "Type rollout.vllm.lora=dense.")
 
     def sync(self, noise: Noise) -> None:
         """Copy the policy's trained weights, and its norms plus `noise`, into vLLM. Raises EngineFailed if that fails.

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.platforms import current_platform
 
 from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.rollout.vllm.transfer import FLOAT32_NORMS, encode_tensor
+from qerl_lab.rollout.vllm.transfer import FLOAT32_NORMS, adapted_layers, encode_tensor
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -80,6 +80,10 @@ class NormWorker(Worker):
             except Exception as error:  # report any error to the trainer
                 return [type(error).__name__, str(error)]
         return sorted(self.list_loras())
+
+    def qerl_adapted(self) -> list[str]:
+        """List the layers of this worker for which vLLM holds an adapter (`adapted_layers`)."""
+        return adapted_layers(self.get_model())
 
     def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int, relative: bool) -> None:
         """Write clean weights + noise into the norms `names`, and clean weights into all other norms that had noise.

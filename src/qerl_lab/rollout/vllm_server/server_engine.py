@@ -26,6 +26,7 @@ from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, OnDone, Ro
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.transfer import (
     adapter_bytes,
+    check_adapter,
     check_norms,
     decode_tensor,
     sampling_arguments,
@@ -70,6 +71,8 @@ class VllmServerEngine(Engine):
             self._take_over()
             self.sync(CLEAN)
             check_norms(self.norms(), policy.clean_norms, self._server.name, ADVICE)
+            held = {name for layers in self._call_workers("qerl_adapted") for name in layers}
+            check_adapter(held, policy.model, self._server.name, ADVICE)
             self._check_logprobs()
         except EngineFailed as error:
             self.close()
