@@ -114,7 +114,7 @@ def warm_up(options: WarmupOptions) -> None:
         import torch
 
         from qerl_lab.model import policy, weight_files
-        from qerl_lab.model.chat import load_tokenizer, save_tokenizer
+        from qerl_lab.model.chat import load_tokenizer
         from qerl_lab.model.loading import load_by_transformers, require_dense
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
@@ -139,8 +139,8 @@ def warm_up(options: WarmupOptions) -> None:
     rows, record["too_long"] = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         losses = train(options, model.to(device), tokenizer, rows, unfinished.folder)
+        weight_files.copy_companions(folder, unfinished.folder)
         model.to(torch.bfloat16).save_pretrained(unfinished.folder)  # the formats start from it
-        save_tokenizer(tokenizer, unfinished.folder)
         record |= {
             "losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1),
             "packages": installed_versions(("qerl-lab", "torch", "transformers", "trl")),
