@@ -4,7 +4,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import HELP
 from qerl_lab.config.option import ConfigError
 from qerl_lab.system import exits
-from qerl_lab.system.terminal import quiet_third_parties
+from qerl_lab.system.terminal import quiet_imports
 
 USAGE = "python -m qerl_lab.tools.serve_line"
 MANUAL = f"""\
@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
     cfg = jobs[0].config
     if cfg.rollout.engine != "vllm_server":
         raise ConfigError(f"rollout.engine={cfg.rollout.engine} has no server. Type rollout=vllm_server.")
-    quiet_third_parties()
-    from qerl_lab.rollout.vllm_server import server_command
+    with quiet_imports():
+        from qerl_lab.rollout.vllm_server import server_command
 
     print("\n".join(server_command.commands(cfg)))
     return exits.OK
