@@ -22,6 +22,7 @@ from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
 from qerl_lab.system import exits
+from qerl_lab.system.processes import LIBRARY_VARIABLES
 from qerl_lab.tracking.mlflow import MLFLOW_ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ gc.disable()  # until all is collected, which imports a million objects that sta
 # The user's own stores, trackers, clusters and jobs are none of the tests'.
 for name in [name for name in os.environ if name.startswith(("MLFLOW", "WANDB", "SLURM", "HYDRA", "QERL_LAB"))]:
     del os.environ[name]
-os.environ |= launch.CHILD_ENVIRONMENT | MLFLOW_ENVIRONMENT  # as for a run; libraries read these when they are imported
+os.environ |= LIBRARY_VARIABLES | MLFLOW_ENVIRONMENT  # as for a run; libraries read these when they are imported
 os.environ["OMP_NUM_THREADS"] = "1"  # one core for each process; several run at once
 
 # Before anything imports triton: without a GPU its interpreter runs the kernels.

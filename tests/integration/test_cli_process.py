@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab.cli import launch
 from qerl_lab.cli.train import main
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.system.processes import LIBRARY_VARIABLES
 from qerl_lab.system.terminal import python_command
 from standin import CRASHES_AFTER, DIES, DONE, EMPTY, FAILS, REFUSES, begin, seen
 
@@ -35,7 +35,7 @@ def test_a_run_gets_a_directory_with_its_complete_configuration_and_its_own_proc
 
 
 def test_variables_of_the_child_are_set_unless_the_user_has_set_them(monkeypatch):
-    for name in (*launch.CHILD_ENVIRONMENT, "OMP_NUM_THREADS"):
+    for name in (*LIBRARY_VARIABLES, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     for threads, typed, kept in ((3, None, "3"), (3, "7", "7"), (0, None, None)):

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from mlflow_store import mirrored, recorded, runs
-from qerl_lab.cli.launch import CHILD_ENVIRONMENT
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.report.runs import read_steps
+from qerl_lab.system.processes import LIBRARY_VARIABLES
 from qerl_lab.tracking.mlflow import MLFLOW_ENVIRONMENT
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     here = tmp_path_factory.mktemp("main_job")
-    of_tests = {*CHILD_ENVIRONMENT, *MLFLOW_ENVIRONMENT, "OMP_NUM_THREADS"}
+    of_tests = {*LIBRARY_VARIABLES, *MLFLOW_ENVIRONMENT, "OMP_NUM_THREADS"}
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     command = [sys.executable, "-m", "qerl_lab", "+experiment=nvfp4_aqn", "run_dir=run"]
     return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=560), here

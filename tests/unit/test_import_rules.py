@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.cli.launch import CHILD_ENVIRONMENT
+from qerl_lab.system.processes import LIBRARY_VARIABLES
 
 SOURCE = Path(__file__).parents[2] / "src" / "qerl_lab"
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -259,4 +259,4 @@ import qerl_lab.evaluate.sigma
 assert fingerprint() == before
 os._exit(0)
 """
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **CHILD_ENVIRONMENT}).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **LIBRARY_VARIABLES}).returncode == 0

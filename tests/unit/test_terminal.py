@@ -2,6 +2,7 @@
 
 import gc
 import io
+import os
 import re
 import sys
 import time
@@ -137,6 +138,13 @@ def test_a_command_to_type_names_the_running_python(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(terminal.shutil, "which", lambda name: "/usr/bin/python")
     monkeypatch.chdir(tmp_path)
     assert terminal.python_command() == sys.executable
+
+
+def test_variables_of_libraries_are_set_before_imports_unless_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    with terminal.quiet_imports():
+        assert (os.environ["OMP_WAIT_POLICY"], os.environ["TOKENIZERS_PARALLELISM"]) == ("PASSIVE", "true")
 
 
 def test_the_garbage_collector_is_off_during_imports_and_on_again_after_an_error() -> None:

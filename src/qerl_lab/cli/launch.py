@@ -26,7 +26,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand
 from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import FAILURE, OK, SIGNALS, USAGE, stop_signals
-from qerl_lab.system.processes import rank_variables, refuse_several_processes
+from qerl_lab.system.processes import LIBRARY_VARIABLES, rank_variables, refuse_several_processes
 
 LOOK_SECONDS = 0.2  # between two checks of signals, of the stop file and of a run's processes
 GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after a rank has died
@@ -40,18 +40,6 @@ STOPPING = (
 )
 ABORTING = "aborting: steps after the last checkpoint are lost"
 
-# Defaults for the child's environment. A spinning OpenMP thread stalls a second run on the same cores for minutes;
-# tokenizers warn at every fork; vLLM logs its whole configuration; usage statistics stay off.
-CHILD_ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # of transformers and TRL, which import MLflow before the first step
-}
 _children: list[subprocess.Popen[bytes]] = []  # the processes of all runs that this process waits for
 
 
@@ -183,7 +171,7 @@ def start(run: RunDirectory, typed: TypedCommand | None = None, sweep_job: Sweep
                 raise
         threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
         added = sweep_job.variables if sweep_job else {}
-        shared = {**CHILD_ENVIRONMENT, **threads, **os.environ, **added}
+        shared = {**LIBRARY_VARIABLES, **threads, **os.environ, **added}
         try:
             refuse_several_processes(os.environ)  # a job on a cluster has another environment than the command
             run.begin(typed)

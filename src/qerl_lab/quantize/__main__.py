@@ -7,7 +7,6 @@ import os
 import sys
 
 from qerl_lab.cli.grammar import Command
-from qerl_lab.cli.launch import CHILD_ENVIRONMENT
 from qerl_lab.quantize.quantize_options import QuantizeOptions, check
 from qerl_lab.system import exits, terminal
 
@@ -19,9 +18,8 @@ def quantize(options: QuantizeOptions) -> None:
     store a weight.
     """
     check(options)
-    # llmcompressor draws hundreds of progress bars, each update a new line in a log file.
-    calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}
-    os.environ |= {name: value for name, value in (CHILD_ENVIRONMENT | calm).items() if name not in os.environ}
+    if not sys.stderr.isatty():  # llmcompressor draws hundreds of progress bars, each update a new line in a log file
+        os.environ.setdefault("TQDM_MININTERVAL", "30")
     with terminal.quiet_imports():
         from qerl_lab.quantize.quantize_model import run
 

@@ -1,4 +1,4 @@
-"""Processes: variables and number of a run's ranks, ending with the parent, output of a program."""
+"""Processes: variables of libraries, variables and number of a run's ranks, ending with the parent, output."""
 
 import os
 import socket
@@ -10,6 +10,19 @@ from collections.abc import Mapping
 from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 
+# Defaults of environment variables that libraries read when they are imported. By its own default a waiting OpenMP
+# thread spins: with a second process on the same cores both take several times as long. Tokenizers warn at every fork,
+# vLLM logs its whole configuration, and some packages send usage statistics.
+LIBRARY_VARIABLES = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # of transformers and TRL, which import MLflow before the first step
+}
 # Environment variable in which each launcher gives the number of processes that it started.
 SIZES = {
     "WORLD_SIZE": "torchrun or accelerate launch",

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import logging
+import os
 import re
 import shutil
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Self
 
 from tqdm import tqdm
+
+from qerl_lab.system.processes import LIBRARY_VARIABLES
 
 SHOWN = {  # metric -> label and format on the bar
     "reward/mean": ("reward", "{:.2f}"),
@@ -116,8 +119,11 @@ def quiet_third_parties() -> None:
 def quiet_imports() -> Iterator[None]:
     """Context manager around imports of large packages: silence the packages for good, and pause garbage collection.
 
-    Scanning their million objects takes a sixth of the import time. Later collections leave these objects out too.
+    Before the imports it sets the LIBRARY_VARIABLES that the user has not set. Scanning the packages' million objects
+    takes a sixth of the import time. Later collections leave these objects out too.
     """
+    for name, value in LIBRARY_VARIABLES.items():
+        os.environ.setdefault(name, value)
     gc.disable()
     try:
         quiet_third_parties()  # some packages print during import

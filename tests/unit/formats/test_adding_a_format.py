@@ -85,7 +85,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(lab)
     monkeypatch.setitem(FORMATS, "int4", importlib.import_module("int4").Int4)
     monkeypatch.delitem(sys.modules, "int4")
-    monkeypatch.setattr(quantize, "CHILD_ENVIRONMENT", {})
     monkeypatch.chdir(tmp_path)
     write_dense(tmp_path / "dense", tiny_model(dtype=torch.bfloat16))
     return tmp_path

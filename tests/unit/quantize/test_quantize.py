@@ -31,9 +31,8 @@ SHARDS = "shard_gb=2e-5"  # 20 kB: several files
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> Path:
-    """Change to an empty directory; keep the command's environment variables out of this process."""
+    """Change to an empty directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(quantize, "CHILD_ENVIRONMENT", {})
     with torch.compiler.set_stance("force_eager"):  # compressed-tensors compiles
         yield tmp_path
 
