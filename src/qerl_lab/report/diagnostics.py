@@ -49,8 +49,7 @@ def pass_at_each_k(runs: Sequence[Run]) -> Passes:
     if min(right_S_Q.shape) < 2:
         raise Unmeasured("pass@k needs two seeds and questions")
     by_k = {
-        k: stats.mean_of_arm(pd.DataFrame([pass_at(k, seed, samples) for seed in right_S_Q]), stats.SHARE)
-        for k in values_of_k(samples)
+        k: stats.mean_of_arm(pd.DataFrame(pass_at(k, right_S_Q, samples)), stats.SHARE) for k in values_of_k(samples)
     }
     return Passes(by_k, *right_S_Q.shape)
 

@@ -139,5 +139,5 @@ def png(figure: Figure) -> bytes:
     plt.close(figure)
     # Of Pillow's methods this one keeps the colors of lines and pale bands best.
     colors = Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    colors.save(written, "PNG", optimize=True)
+    colors.save(written, "PNG")
     return written.getvalue()

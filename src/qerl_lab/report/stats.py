@@ -223,14 +223,14 @@ def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
     return least if gap_to_zero(least) > 0 else float(optimize.brentq(gap_to_zero, least, 1.0, xtol=1e-15))
 
 
-def pass_at(k: int, right_Q: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:
-    """Return pass@k of each question [Q], given that `right_Q` of `samples` samples are right.
+def pass_at(k: int, right: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:
+    """Return pass@k of each question, given that `right` of `samples` samples are right; both of any shape, as [Q].
 
     The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, Eq. 1) for c right of n samples: 1 - C(n - c, k) /
     C(n, k). It is computed as one minus the product of 1 - k / i over i from n - c + 1 to n. Raises ValueError for k
     outside 1 to `samples`, and for impossible counts.
     """
-    right = np.asarray(right_Q)
+    right = np.asarray(right)
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} samples; allowed: pass@1 to pass@{samples}")
     if ((right < 0) | (right > samples)).any():
