@@ -90,6 +90,10 @@ def test_a_dry_run_is_refused_too_but_notes_what_only_this_machine_lacks(
                 "Add rows, of which one in 64 is held out, or type eval.questions=0",
             ],
         ),
+        (
+            "task=bigmath task.path=one task.columns.question=question task.columns.answer=answer",
+            ["one has 1 held-out question,", "Add some to test.jsonl, or type eval.questions=0"],
+        ),
         ("task.module=empty.py", ["empty.py has no training question. Let its function train return some."]),
         ("task.module=few.py", ["few.py has 1 held-out question,", "Let its function heldout return more, or type"]),
         ("task=gsm8k task.path=unasked eval.questions=0 eval.every=1", ["has 0 held-out", "or type eval.every=0."]),

@@ -94,7 +94,8 @@ def check_counts(cfg: RunConfig, train: int, heldout: int) -> list[str]:
 
 def _what_to_add(task: str, path: Path) -> str:
     """Return what to add to `path` so that more questions are held out, as words for an error message."""
-    if path.is_file() or (task in question_sets.SOURCES and question_sets.SOURCES[task].test is None):
+    source = question_sets.SOURCES.get(task)
+    if path.is_file() or (source and source.test is None and not question_files.has_test_file(str(path), source)):
         return f"rows, of which one in {question_files.ONE_IN} is held out"
     return "some to test.jsonl"
 

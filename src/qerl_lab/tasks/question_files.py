@@ -7,8 +7,8 @@ file or its columns are wrong.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from qerl_lab.tasks.questions import BadRow, Question, Questions, is_heldout, no
 
 SUFFIXES = (".jsonl", ".parquet")
 BATCH_ROWS = 1024
+_SHARD = re.compile(r"-(\d+)-of-(\d+)")  # in the name of a file
 ONE_IN = 64  # share held out by hash of a set without a test split
 Located = tuple[str, Any]  # location and row: a line of JSON, or a dict
 
@@ -28,7 +29,7 @@ class Source:
     """A question set: its id on the Hugging Face hub, its splits and its columns.
 
     If `test` is None, one in ONE_IN questions of `train` is held out, by a hash of the text without case and
-    whitespace.
+    whitespace; or the rows of a file called test, if the user's directory has one.
     """
 
     hub_id: str
@@ -118,6 +119,8 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make, prefix: 
     prefix = prefix or source.hub_id.rpartition("/")[2] or cfg.name
     columns = {**source.columns, **{role: name for role, name in vars(cfg.columns).items() if name is not None}}
     found, bad, total = dict[str, Question](), list[str](), 0
+    if has_test_file(cfg.path, source):
+        source = replace(source, test="test", file=None if of_heldout else source.file)
     for total, (where, values) in enumerate(_rows(cfg, source, of_heldout), start=1):
         try:
             row = Row(_parse_line(values) if isinstance(values, bytes) else values, columns)
@@ -204,15 +207,33 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
     """
     # A file of held-out rows may also be called `test` if the split on the hub has another name.
     names = [source.split(of_heldout), source.file, "test" if of_heldout and source.test else None]
-    for inside in (folder, folder / "data", folder / source.hub_config):
-        for name in filter(None, names):
-            for pattern in (f"{name}.jsonl", f"{name}.parquet", f"{name}-*-of-*.parquet"):
-                if files := sorted(inside.glob(pattern)):
-                    return files
+    if files := _find_split(folder, source, [name for name in names if name]):
+        return files
     one_file = "" if source.train and source.test else ", or name a file: task.path=FILE.jsonl"
     raise ConfigError(
         f"task.path={folder} has no {names[0]}.jsonl, and no {names[0]}.parquet. Put the rows there{one_file}."
     )
+
+
+def has_test_file(path: str | None, source: Source) -> bool:
+    """Tell whether `path` is a directory with a file of held-out rows, called test, of a set without a test split."""
+    if source.test is not None or path is None:
+        return False
+    folder = Path(path).expanduser()
+    return folder.is_dir() and bool(_find_split(folder, source, ["test"]))
+
+
+def _find_split(folder: Path, source: Source, names: Sequence[str]) -> list[Path]:
+    """Return the file of the first of `names` that a local folder has, or all shards of it; [] if it has none."""
+    for inside in (folder, folder / "data", folder / source.hub_config):
+        for name in names:
+            for pattern in (f"{name}.jsonl", f"{name}.parquet"):
+                if files := [*inside.glob(pattern)]:
+                    return files
+            shards = sorted(file for file in inside.glob(f"{name}-*-of-*.parquet") if _SHARD.search(file.name))
+            if shards:
+                return shards
+    return []
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:

@@ -101,6 +101,24 @@ def test_the_parts_of_a_split_are_read_in_order(tmp_path: Path) -> None:
     assert [question.answer for question in tasks.load(cfg).train] == ["1", "2"]
 
 
+@pytest.mark.parametrize("name", ["bigmath", "dapo_math"])
+@pytest.mark.parametrize("file", ["test.jsonl", "data/test-00000-of-00001.parquet"])
+def test_a_test_file_of_your_own_is_held_out_and_all_training_rows_are_trained_on(
+    tmp_path: Path, name: str, file: str
+) -> None:
+    make, stem, _ = hub_rows.SETS[name]
+    hub_rows.write_parquet(tmp_path / f"{stem}.parquet", [make(n) for n in range(400)])
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    write = hub_rows.write_jsonl if file.endswith(".jsonl") else hub_rows.write_parquet
+    write(tmp_path / file, [make(n) for n in range(400, 420)])
+    cfg = TaskConfig(name=name, path=str(tmp_path))
+    task = tasks.load(cfg)
+    assert (len(task.train), len(task.heldout)) == (400, 20)
+    assert tasks.load(cfg, training=None).heldout == task.heldout
+    if name == "bigmath":  # ids of DAPO are in the rows
+        assert [question.id for question in task.heldout[:2]] == ["bigmath-test-0", "bigmath-test-1"]
+
+
 def test_rows_that_dapo_repeats_count_once_and_other_rows_of_one_id_are_bad(tmp_path: Path) -> None:
     rows = [hub_rows.dapo(n % 150) for n in range(1500)]
     hub_rows.write_parquet(tmp_path / "data" / "dapo-math-17k.parquet", rows)  # its name on the hub
