@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.message import first_line, say_hub_is_asked
+from qerl_lab.config.message import first_line, say_hub_is_asked, with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks.questions import BadRow, Question, Questions, is_heldout, note_bad_rows, wording
@@ -224,7 +224,10 @@ def has_test_file(path: str | None, source: Source) -> bool:
 
 
 def _find_split(folder: Path, source: Source, names: Sequence[str]) -> list[Path]:
-    """Return the file of the first of `names` that a local folder has, or all shards of it; [] if it has none."""
+    """Return the file of the first of `names` that a local folder has, or all shards of it; [] if it has none.
+
+    Raises ConfigError if a shard is missing, or there is another copy of one.
+    """
     for inside in (folder, folder / "data", folder / source.hub_config):
         for name in names:
             for pattern in (f"{name}.jsonl", f"{name}.parquet"):
@@ -232,8 +235,20 @@ def _find_split(folder: Path, source: Source, names: Sequence[str]) -> list[Path
                     return files
             shards = sorted(file for file in inside.glob(f"{name}-*-of-*.parquet") if _SHARD.search(file.name))
             if shards:
+                _refuse_incomplete(shards)
                 return shards
     return []
+
+
+def _refuse_incomplete(shards: Sequence[Path]) -> None:
+    """Raise ConfigError unless the names of `shards`, such as train-00000-of-00002.parquet, have each number once."""
+    pairs = [pair for file in shards for pair in _SHARD.findall(file.name)]
+    numbers, total = sorted(int(number) for number, _ in pairs), min(int(total) for _, total in pairs)
+    if numbers != list(range(total)):
+        raise ConfigError(
+            f"{shards[0].parent} holds {with_noun(len(shards), 'shard')} like {shards[0].name}, with the numbers "
+            f"{', '.join(map(str, numbers))}; allowed: each number below {total} once. Download the split again."
+        )
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_the_same_questions_are_held_out_in_every_version(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "kept"), [
-    ("data/train.jsonl", True), ("main/train-00000-of-00002.parquet", True), ("train.parquet", True),
+    ("data/train.jsonl", True), ("main/train-00000-of-00001.parquet", True), ("train.parquet", True),
     ("train.json", False), ("other/train.jsonl", False),
 ])  # fmt: skip
 def test_a_folder_may_have_the_layout_of_the_hub(tmp_path: Path, name: str, kept: bool) -> None:
@@ -99,6 +99,22 @@ def test_the_parts_of_a_split_are_read_in_order(tmp_path: Path) -> None:
     for part in (1, 0):
         hub_rows.write_parquet(tmp_path / f"train-0000{part}-of-00002.parquet", [hub_rows.gsm8k(part)])
     assert [question.answer for question in tasks.load(cfg).train] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("there", "said"), [
+    (("0-of-00003", "2-of-00003"), "with the numbers 0, 2; allowed: each number below 3 once"),
+    (("0-of-00002", "1-of-00002", "0-of-00001"), "with the numbers 0, 0, 1; allowed: each number below 1 once"),
+    (("0-of-00001-a9b7", "0-of-00001-c3d4"), "with the numbers 0, 0; allowed: each number below 1 once"),
+])  # fmt: skip
+def test_parts_of_a_split_that_are_missing_or_of_two_copies_are_refused(
+    tmp_path: Path, there: tuple[str, ...], said: str
+) -> None:
+    cfg = gsm8k_folder(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    for n, name in enumerate(there):
+        hub_rows.write_parquet(tmp_path / f"train-0000{name}.parquet", [hub_rows.gsm8k(n)])
+    assert f"{tmp_path} holds {len(there)} shards like train-00000-of-0000" in refusal(cfg)
+    assert f"{said}. Download the split again." in refusal(cfg)
 
 
 @pytest.mark.parametrize("name", ["bigmath", "dapo_math"])
