@@ -20,6 +20,7 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, AqnConfig, LoraConfig, RunConfig
 from qerl_lab.config.spelling import shell_override, spell_list
 from qerl_lab.model import gguf
+from qerl_lab.model.adapter_files import SETTINGS as ADAPTER_SETTINGS
 
 ASSETS = Path(__file__).with_name("pocket")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -161,8 +162,14 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
     """Return the weight files of `folder`: the files in its index, or without index model.safetensors, even if missing.
 
     Raises ConfigError for an unreadable index, and for model.safetensors beside an index of other files, because the
-    lab would read those files and transformers model.safetensors.
+    lab would read those files and transformers model.safetensors. Raises it for an adapter beside the weights too,
+    because transformers would add it, a second time if it was merged, and the lab would not.
     """
+    if (folder / ADAPTER_SETTINGS).is_file():
+        raise ConfigError(
+            f"{folder} holds the adapter of {ADAPTER_SETTINGS} beside the weights of a model; allowed: the weights "
+            "alone. Move the adapter away if it is merged into them, or is not wanted; else merge it first."
+        )
     index = folder / INDEX
     if not index.is_file():
         return (folder / SINGLE,)

@@ -143,3 +143,10 @@ def test_the_refusal_of_an_unreachable_hub_id_says_what_to_type(
     assert "model.path=someone/none: asking the Hugging Face hub" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"model\.path=a/b/c is no directory"):
         local_folder("a/b/c", None)
+
+
+def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
+    """transformers would add it to the weights, into which it may have been merged."""
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds the adapter of adapter_config\.json beside the weights.*Move the ad"):
+        WeightFiles(folder)
