@@ -29,6 +29,14 @@ def test_largest_of_blocks_is_the_stored_share_of_the_largest_weight_of_a_block(
     )  # 5 lies between 4 and 6
 
 
+def test_blocks_beyond_the_axis_are_drawn_in_the_outer_bars() -> None:
+    figure = plots.plot_block_maxima({"nvfp4": [0.8, 1.0, 1.2], "nf4": [-2.8, 1.0, 1.0, 3.9]})
+    heights = [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
+    assert list(map(sum, heights)) == [3, 4]
+    assert (heights[1][0], heights[1][-1]) == (1, 1)
+    assert [axis.get_xlabel() for axis in figure.axes] == ["stored / exact", "stored / exact, 50.0% beyond"]
+
+
 def test_errors_of_a_linear_layer_are_measured_on_its_own_inputs(texts: entropy.Texts) -> None:
     weight, inputs = format_effects.linear_of(texts, LAYER)
     layer = texts.model.get_submodule(LAYER)
