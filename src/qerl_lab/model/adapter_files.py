@@ -1,6 +1,7 @@
 """Validate the adapter that a run starts from (`lora.start_from`) from its files alone, before torch is imported."""
 
 import json
+from pathlib import Path
 
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
@@ -15,6 +16,11 @@ PLAIN = {
     "alpha_pattern": ({},), "alora_invocation_tokens": (), "kasa_config": (),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),
 }  # fmt: skip
+
+
+def base_of(folder: Path) -> str | None:
+    """Return the model on which the adapter in `folder` was trained, by its adapter_config.json; None if not noted."""
+    return json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path") or None
 
 
 def check(cfg: RunConfig) -> None:

@@ -21,7 +21,7 @@ from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import DENSE_FORMAT, AqnConfig, RunConfig, TaskConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.evaluate import accuracy
-from qerl_lab.model import dense, linear, on_disk
+from qerl_lab.model import adapter_files, dense, linear, on_disk
 from qerl_lab.model.gpu_memory import limit_to_part
 from qerl_lab.model.policy import Policy, device_of, load_adapter
 from qerl_lab.model.policy import build as build_policy
@@ -186,7 +186,9 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
         )
     if not saved and cfg.lora.start_from:
         kl = ", and algorithm.beta weighs the KL to the base without it" if cfg.algorithm.beta else ""
-        notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash}){kl}")
+        base = adapter_files.base_of(adapter_folder(cfg.lora.start_from))
+        made_on = f" that was trained on {base}" if base else ""  # nothing shows whether this is the run's model
+        notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash}){made_on}{kl}")
     for count, what in ((data.left_out, "more question"), (data.heldout_left_out, "held-out question")):
         if count:
             limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"

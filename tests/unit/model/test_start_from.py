@@ -56,7 +56,7 @@ def changed(run: Path, folder: Path, **settings: Any) -> Path:
 def test_a_run_begins_with_the_adapter_weights_of_another(
     run: Path, tmp_path: Path, begun: Tiny, of_run: bool, beta: float
 ) -> None:
-    start = run if of_run else changed(run, tmp_path / "adapter")
+    start = run if of_run else changed(run, tmp_path / "adapter", base_model_name_or_path="me/another")
     cfg = begun(start, format__name="nvfp4", algorithm__beta=beta)
     check(cfg, tmp_path / "second")
     directory = claimed(tmp_path / "second", cfg)
@@ -67,6 +67,8 @@ def test_a_run_begins_with_the_adapter_weights_of_another(
     assert all(torch.equal(own[name], held[name]) for name in held)
     (note,) = (note for note in session.notes if f"begins with the adapter of {start}" in note)
     assert ("the KL to the base without it" in note) is (beta > 0)
+    made_on = adapter_files.base_of(run / "adapter") if of_run else "me/another"
+    assert f") that was trained on {made_on}" in note, "no file tells whether an adapter fits the base"
 
 
 def test_the_content_of_the_adapter_decides_the_arm(run: Path, tmp_path: Path) -> None:
