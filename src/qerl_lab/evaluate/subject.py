@@ -93,6 +93,7 @@ def _resolve_run(options: AccuracyOptions) -> Subject:
     cfg = directory.config()
     subject = Subject(f"run {options.run}", cfg, run_seed=cfg.seed, day=directory.first_day())
     on_disk.check_content(cfg)
+    directory.refuse_other_model(local_folder(cfg.model.path, cfg.model.revision))
     if not options.adapter:
         return replace(subject, description=f"{subject.description}, its base alone")
     arm = settings_of_arm(as_recorded(cfg))

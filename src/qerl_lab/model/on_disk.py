@@ -66,6 +66,11 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
     return None
 
 
+def is_on_hub(path: str) -> bool:
+    """Tell whether the model `path` is an id on the hub. Raises ConfigError if it can be no model at all."""
+    return local_path(path) is None and not gguf.is_gguf(path)
+
+
 def check_content(cfg: RunConfig) -> None:
     """Raise ConfigError if the model at model.path is gone, or its hash is not cfg.model.hash.
 

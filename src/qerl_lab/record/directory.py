@@ -29,6 +29,7 @@ import yaml
 from qerl_lab.config import arm
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.message import in_one_line, some_of
+from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
@@ -385,6 +386,19 @@ class RunDirectory:
                     f"Put the data back as it was, or start a new run.{self._began_with()}"
                 )
 
+    def refuse_other_model(self, folder: Path) -> None:
+        """Raise ConfigError if the run began with a model from the hub other than the one in `folder`, by `model_hash`.
+
+        Without model.revision the newest model is taken, and resolved.yaml has no hash of it. Passes if env.json names
+        no model.
+        """
+        then = self.environment().get("model")
+        if then and then["hash"] != (found := model_hash(folder)):
+            raise ConfigError(
+                f"{folder} holds the model of {found}, and the run began with the model of {then['hash']} in "
+                f"{then['folder']}: it changed on the hub. Put it back as it was, or start a new run."
+            )
+
     def _began_with(self) -> str:
         """Return a sentence that names the commit of the lab which began the run.
 
@@ -414,14 +428,15 @@ class RunDirectory:
 
     def write_environment(
         self, data: Mapping[str, Any], linear_backend: str | None = None, micro_batch_size: int | None = None,
-        module: str | None = None, code_hash: str | None = None,
+        module: str | None = None, code_hash: str | None = None, downloaded: Path | None = None,
     ) -> None:  # fmt: skip
         """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
 
         `data` describes the questions (`Task.data`). `linear_backend` is the engine's kernel for products with packed
         weights, if any. `micro_batch_size` counts completions per pass. `module` is the path in task.module.
-        `code_hash` is the hash of the source files when the process began; None computes it now. The command comes from
-        .typed, which is then deleted; without that file it is the command of this process.
+        `code_hash` is the hash of the source files when the process began; None computes it now. `downloaded` is
+        the folder of a model from the hub. The command comes from .typed, which is then deleted; without that file it
+        is the command of this process.
         """
         typed = self._read_json(TYPED, dict)
         # Not the number of files: the user may have moved a damaged one away.
@@ -431,6 +446,8 @@ class RunDirectory:
         found = environment.environment(TypedCommand(**typed) if typed else None)
         found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
         found["code_hash"] = code_hash or environment.code_hash()
+        if downloaded:
+            found["model"] = {"hash": model_hash(downloaded), "folder": str(downloaded)}
         replace_file(self.path / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
         (self.path / TYPED).unlink(missing_ok=True)
 

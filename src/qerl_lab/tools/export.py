@@ -83,7 +83,7 @@ def export(options: ExportOptions) -> None:
     cfg = run.config()
     on_disk.check_content(cfg)
     path, base = cfg.model.path, local_folder(cfg.model.path, cfg.model.revision)
-    is_on_hub = on_disk.local_path(path) is None and not gguf.is_gguf(path)
+    run.refuse_other_model(base)
     about = {
         "options": asdict(options), "run": str(run.path), "packages": installed_versions(PACKAGES),
         "began_from": {"path": path, "revision": cfg.model.revision, "hash": cfg.model.hash, **lab_records(base)},
@@ -97,7 +97,7 @@ def export(options: ExportOptions) -> None:
         else:
             policy.adapter_tensors(run.adapter)  # raises for damaged weights
             shutil.copyfile(run.adapter / WEIGHTS, out / WEIGHTS)
-            base_name = path if is_on_hub else str(base)
+            base_name = path if on_disk.is_on_hub(path) else str(base)
             settings = LoraConfig.from_pretrained(run.adapter)
             settings.base_model_name_or_path = str(options.folder / "base") if options.base else base_name
             settings.revision = cfg.model.revision

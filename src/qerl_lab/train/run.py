@@ -52,6 +52,7 @@ class Session:
         cfg: the recorded configuration, in which optim.micro_batch_size may be null.
         sized_cfg: the same with a micro-batch size; where `cfg` has null, it is 1 until `run` has chosen one.
         saved: the checkpoint to resume from; None for a new run.
+        model_folder: the local folder of the base model.
         notes: lines to print for the user.
         tracker: writes the record; only rank 0 has one.
     """
@@ -62,6 +63,7 @@ class Session:
     stop: Stop
     ranks: Ranks
     saved: checkpoint.Saved | None
+    model_folder: Path
     policy: Policy
     data: TrainingData
     engine: Engine
@@ -101,7 +103,10 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             session.sized_cfg = cfg.with_micro_batch(micro_batch_size)
             if ranks.is_first:
                 data = session.data.task.data
-                directory.write_environment(data, engine.linear_backend, micro_batch_size, cfg.task.module, code)
+                downloaded = session.model_folder if on_disk.is_on_hub(cfg.model.path) else None
+                directory.write_environment(
+                    data, engine.linear_backend, micro_batch_size, cfg.task.module, code, downloaded
+                )
                 directory.begin_session(started)
                 print(opening_lines(session), flush=True)
                 tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)
@@ -159,7 +164,9 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     if ranks.is_first:
         checkpoint.set_damaged_aside(directory.checkpoints, saved.step if saved else 0)
     on_disk.check_content(cfg)
-    on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # for a model just downloaded
+    model_folder = local_folder(cfg.model.path, cfg.model.revision)
+    directory.refuse_other_model(model_folder)
+    on_disk.check(model_folder, cfg)  # for a model just downloaded
     task = tasks.load(cfg.task)
     directory.refuse_other_data(task.data)  # also without a checkpoint: an evaluation may be recorded already
     notes = [*task.warnings, *question_counts.check_counts(cfg, len(task.train), len(task.heldout))]
@@ -202,7 +209,8 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
             "policy than the one that samples. Set it to 0 there to train without"
         )
     sized_cfg = cfg.with_micro_batch(cfg.optim.micro_batch_size or 1)
-    return Session(cfg, sized_cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
+    engine = rollout.build(cfg, policy)
+    return Session(cfg, sized_cfg, directory, stop, ranks, saved, model_folder, policy, data, engine, notes)
 
 
 def evaluate_subset(session: Session, step: int) -> None:
@@ -332,8 +340,8 @@ def conclude(session: Session, tracker: Tracker) -> None:
     """
     cfg, directory, data = session.cfg, session.directory, session.data
     if cfg.trains_all:
-        base = local_folder(cfg.model.path, cfg.model.revision)
-        dense.write_model(dense.base_tensors(session.policy), torch.bfloat16, base, directory.model)
+        tensors = dense.base_tensors(session.policy)
+        dense.write_model(tensors, torch.bfloat16, session.model_folder, directory.model)
     else:
         session.policy.save_trained(directory.adapter)
     from qerl_lab.report import plots  # here, so that the first step does not wait a second for matplotlib

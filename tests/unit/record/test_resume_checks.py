@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from qerl_lab.config.arm import ADDED, OF_SWEEPS, PREREGISTRATION, REMOVED, leav
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import TypedCommand, git_state
@@ -91,6 +93,22 @@ def test_other_questions_than_a_run_began_with_are_refused(run_dir: Path, role: 
         (run_dir / "env.json").write_text(json.dumps(run.environment() | {"git_sha": sha}))
         with pytest.raises(ConfigError, match=r"Put the data back as it was, or start a new run\.$"):
             run.refuse_other_data(changed)
+
+
+def test_a_model_that_changed_on_the_hub_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    """A run without model.revision asks the hub for the newest, also when it is resumed, evaluated or exported."""
+    folder, run = Path(shutil.copytree(ASSETS, tmp_path / "snapshots" / "c0ffee")), RunDirectory(run_dir)
+    run.write_environment({})
+    run.refuse_other_model(folder)  # a record of an older version names no model
+    run.write_environment({}, downloaded=folder)
+    (run_dir / "env.2.json").replace(run_dir / "env.json")
+    run.refuse_other_model(Path(shutil.copytree(folder, tmp_path / "copy")))
+    with open(folder / "chat_template.jinja", "a") as template:
+        template.write("Be brief.")
+    with pytest.raises(
+        ConfigError, match=r"the run began with the model of \w{12} in .*/c0ffee: it changed on the hub"
+    ):
+        run.refuse_other_model(folder)
 
 
 @pytest.mark.parametrize("line", [1, 8, 22])  # below a node, between two nodes, before a value

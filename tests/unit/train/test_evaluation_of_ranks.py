@@ -58,9 +58,10 @@ def sessions(tiny, policy: Policy, tmp_path: Path) -> Callable[..., list[Session
     def make(*all_ranks: Ranks, **changes: object) -> list[Session]:
         cfg: RunConfig = tiny(run_dir=str(tmp_path), **changes)
         data = select(cfg, policy, tasks.load(cfg.task))
+        record, engines = RunDirectory(tmp_path), [Scripted(1.0 + ranks.rank) for ranks in all_ranks]
         return [
-            Session(cfg, cfg, RunDirectory(tmp_path), Stop(), ranks, None, policy, data, Scripted(1.0 + ranks.rank), [])
-            for ranks in all_ranks
+            Session(cfg, cfg, record, Stop(), ranks, None, tmp_path, policy, data, engine, [])
+            for ranks, engine in zip(all_ranks, engines, strict=True)
         ]
 
     return make
