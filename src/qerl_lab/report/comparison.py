@@ -275,6 +275,9 @@ def notes(comparison: Comparison) -> list[str]:
     if asked := several(run.origin.heldout_sha256 for run in runs):
         sets = f"{len(asked)} different sets of held-out questions (heldout_sha256 in env.json)"
         sentences.append(f"The runs were asked {sets}, which are paired by id.")
+    for path in sorted({run.value("model.path") for run in runs}):
+        if held := several(run.origin.hub_model_hash for run in runs if run.value("model.path") == path):
+            sentences.append(f"{path} was {len(held)} different models, since it changed on the hub (env.json).")
     if tasks := several(run.value("task.name") for run in runs):
         sentences.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
     if mixed := [key for key in differing_keys(runs) if key in CONDITIONS]:

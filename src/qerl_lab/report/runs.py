@@ -49,6 +49,7 @@ class Origin:
     heldout_sha256: str = ""  # of the held-out questions; older records lack it
     pauses: str = ""  # between sessions: START-END in Unix seconds, separated by blanks; older records lack them
     place: str = ""  # UUIDs of the GPUs or, without a GPU, hosts; separated by blanks; older records lack it
+    hub_model_hash: str = ""  # of a model from the hub, when it was downloaded; older records lack it
     claims_sha256: str = ""  # of the claims file that the run was made to test (`preregistration`)
 
 
@@ -204,6 +205,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
         heldout_sha256=data.get("heldout_sha256") or "",
         pauses=" ".join(f"{end:.0f}-{start:.0f}" for (_, end), (start, _) in pairwise(directory.sessions())),
         place=" ".join(dict.fromkeys(gpus or [session.get("host", "") for session in sessions])).strip(),
+        hub_model_hash=(first.get("model") or {}).get("hash", ""),
         claims_sha256="" if claims_sha256 == "None" else claims_sha256,
     )
     code = join_sessions(code_version(session.get("git_sha"), session.get("dirty")) for session in sessions or [{}])

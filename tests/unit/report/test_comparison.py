@@ -157,6 +157,16 @@ def test_runs_are_not_pooled_if_the_questions_under_their_path_changed(here: Pat
     assert any("2 different sets of" in note for note in comparison.notes(found))
 
 
+def test_a_note_tells_that_a_model_changed_on_the_hub_between_the_seeds(here: Path) -> None:
+    for seed in range(2):
+        for path in ("me/kept", "me/changed"):
+            began = {"model": {"hash": f"a{seed if path == 'me/changed' else 0}", "folder": "snapshots/c0ffee"}}
+            make_run(here / "runs" / path / str(seed), "bf16", seed, model__path=path, began=began)
+    found = comparison.read([here / "runs"])
+    said = [note for note in comparison.notes(found) if "on the hub" in note]
+    assert said == ["me/changed was 2 different models, since it changed on the hub (env.json)."]
+
+
 def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_questions(sweep: Path) -> None:
     after = [[0.5 + seed / 8, 0.5, 0.75, 1.0] for seed in range(3)]
     row = arms_of(sweep).loc["bf16"]
