@@ -23,7 +23,7 @@ import sys
 from _sitebuiltins import Quitter
 from struct import pack
 
-Line = tuple[int, int, int, int]  # BPF instruction: code, jump if true, jump if false, constant
+Instruction = tuple[int, int, int, int]  # of BPF: code, jump if true, jump if false, constant
 READY = "confined"
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of CALLS, AUDIT_ARCH_*
 # Allowed system calls with their numbers on x86_64 and aarch64; -1: does not exist.
@@ -52,7 +52,7 @@ TERMINAL, FCNTLS = (0x5401,), (0, 1, 2, 3, 4, 1030)  # TCGETS; F_DUPFD to F_SETF
 # not HWPOISON, with which root can disable memory of the machine.
 ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE gives EPERM
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF instructions
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # codes of BPF instructions
 ARGUMENTS = 16  # byte offset of a call's arguments, of 8 bytes each, in the data that seccomp gives a filter
 READ_FILE, READ_DIR = 1 << 2, 1 << 3  # Landlock's rights to a file and to a folder
 # Landlock's file rights: all of its first version, and (bit, version that added it) of REFER, TRUNCATE, IOCTL_DEV.
@@ -122,23 +122,24 @@ def allow_calls(machine: str) -> None:
     is a key of ARCHITECTURES. Raises OSError if the kernel refuses the filter.
     """
     column, audit = ARCHITECTURES[machine]
-    lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    instructions = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine == "x86_64":  # refuse the numbers of its x32 variant
-        lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
+        instructions += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
     for numbers in CALLS.values():
         if numbers[column] >= 0:
-            lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, ALLOW)]
-    lines += _allow_without_bits(OPEN[column], 1, WRITES) + _allow_without_bits(OPENAT[column], 2, WRITES)
-    lines += _allow_one_of(IOCTL[column], 1, TERMINAL) + _allow_one_of(FCNTL[column], 1, FCNTLS)
-    lines += _allow_one_of(MADVISE[column], 2, ADVICE)
-    lines += _allow_without_bits(PRLIMIT[column], 2, 0xFFFFFFFF, both_halves=True)  # may query a limit, not set one
-    code = b"".join(pack("HBBI", *line) for line in [*lines, (RETURN, 0, 0, REFUSE)])
+            instructions += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, ALLOW)]
+    instructions += _allow_without_bits(OPEN[column], 1, WRITES) + _allow_without_bits(OPENAT[column], 2, WRITES)
+    instructions += _allow_one_of(IOCTL[column], 1, TERMINAL) + _allow_one_of(FCNTL[column], 1, FCNTLS)
+    instructions += _allow_one_of(MADVISE[column], 2, ADVICE)
+    # A program may query a limit, but not set one.
+    instructions += _allow_without_bits(PRLIMIT[column], 2, 0xFFFFFFFF, both_halves=True)
+    code = b"".join(pack("HBBI", *one) for one in [*instructions, (RETURN, 0, 0, REFUSE)])
     program = pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer := ctypes.create_string_buffer(code)))
     _prctl(SECCOMP, 2, ctypes.create_string_buffer(program))
     del buffer
 
 
-def _allow_without_bits(number: int, index: int, bits: int, both_halves: bool = False) -> list[Line]:
+def _allow_without_bits(number: int, index: int, bits: int, both_halves: bool = False) -> list[Instruction]:
     """Return BPF instructions that allow system call `number` only if argument `index` (from 0) has none of `bits`.
 
     Tests the lower 32 bits of the argument, and the upper 32 bits against the same `bits` if `both_halves`.
@@ -146,21 +147,21 @@ def _allow_without_bits(number: int, index: int, bits: int, both_halves: bool = 
     tests = []
     for at in (ARGUMENTS + 8 * index, ARGUMENTS + 8 * index + 4)[: 1 + both_halves]:
         tests += [(LOAD, 0, 0, at), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
-    return _for_call(number, [*tests, (RETURN, 0, 0, ALLOW)])
+    return _only_for_call(number, [*tests, (RETURN, 0, 0, ALLOW)])
 
 
-def _allow_one_of(number: int, index: int, values: tuple[int, ...]) -> list[Line]:
+def _allow_one_of(number: int, index: int, values: tuple[int, ...]) -> list[Instruction]:
     """Return BPF instructions that allow system call `number` only if argument `index` (from 0) is one of `values`."""
-    tests = [line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
-    return _for_call(number, [(LOAD, 0, 0, ARGUMENTS + 8 * index), *tests, (RETURN, 0, 0, REFUSE)])
+    tests = [test for value in values for test in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
+    return _only_for_call(number, [(LOAD, 0, 0, ARGUMENTS + 8 * index), *tests, (RETURN, 0, 0, REFUSE)])
 
 
-def _for_call(number: int, lines: list[Line]) -> list[Line]:
-    """Return BPF instructions that run the instructions `lines` for system call `number` only.
+def _only_for_call(number: int, instructions: list[Instruction]) -> list[Instruction]:
+    """Return BPF `instructions` behind a test that skips them unless the system call is `number`.
 
-    `lines` must end in a verdict. Returns an empty list if `number` is -1, because the machine lacks this call.
+    `instructions` must end in RETURN. Returns an empty list if `number` is -1, because the machine lacks this call.
     """
-    return [(EQUAL, 0, len(lines), number), *lines] if number >= 0 else []
+    return [(EQUAL, 0, len(instructions), number), *instructions] if number >= 0 else []
 
 
 def main(program: str, numbers: str, readable: str, listed: str) -> None:
