@@ -13,7 +13,7 @@ from qerl_lab.record.metrics import PHASES
 from qerl_lab.report import bench, palette
 from qerl_lab.report.bench import OTHER_LIBRARIES, Result, gpu_of
 from qerl_lab.report.palette import add_legend_below, add_title, format_tick, png, styled
-from qerl_lab.report.speed_tables import PRINTED_PROMPT, printed_rollouts
+from qerl_lab.report.speed_tables import PAPER_PROMPT, paper_rollouts
 
 BASES = {"qlora": "nf4", "bf16": "bf16"}  # names of baselines -> weight format of the baseline in the paper
 PAPER = "paper, Figure 11, batch 1"
@@ -61,8 +61,8 @@ def _draw_rollouts(rows: pd.DataFrame, options: Mapping[str, Any], gpu: str) -> 
         panels[(f"ratio to {rows['base_bf16'].iloc[0]}", "completions at once")] = of_bf16
     base = next((base for base in BASES if rows[f"of_{base}"].notna().any()), None)
     if base and rows["rank"].nunique() > 1:
-        by_rank, papers = pivot_by_arm(rows[rows["batch"] == batch], "rank", f"of_{base}"), printed_rollouts()
-        is_like_ours = (papers["model"] == options["model"]) & (options["prompt"] == PRINTED_PROMPT)
+        by_rank, papers = pivot_by_arm(rows[rows["batch"] == batch], "rank", f"of_{base}"), paper_rollouts()
+        is_like_ours = (papers["model"] == options["model"]) & (options["prompt"] == PAPER_PROMPT)
         papers = papers[is_like_ours & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
         by_rank[PAPER] = papers.set_index("rank")[f"of_{BASES[base]}"]
         panels[(f"ratio to {rows[f'base_{base}'].iloc[0]}, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")

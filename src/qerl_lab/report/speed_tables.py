@@ -16,9 +16,9 @@ from qerl_lab.report.bench import Columns, Result, table_rows, with_ratios
 from qerl_lab.report.table import Table, format_number, without_constant_columns, without_empty_columns
 from qerl_lab.system.terminal import by_numbers, format_path
 
-PRINTED_PROMPT = 256  # tokens of a prompt in all speed tables of the paper
-PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
-STEP_METRICS = {  # metric in paper.csv -> column of `printed_steps`
+PAPER_PROMPT = 256  # tokens of a prompt in all speed tables of the paper
+PAPER_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
+STEP_METRICS = {  # metric in paper.csv -> column of `paper_steps`
     "end-to-end training speedup vs BF16 LoRA": "table_3",
     "E2E RL w/ gradient checkpointing": "checkpointed",
     "E2E RL speedup w/o gradient checkpointing": "plain",
@@ -110,7 +110,7 @@ def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
         return rows.assign(batch=options["groups"] * options["group_size"], steps=options["steps"])
     least, most = (rows[f"tokens_per_second_{end}"].map(format_number) for end in ("min", "max"))
     rows["speed"] += (" [" + least + ", " + most + "]").where(rows["repeats"] > 1, "")
-    return rows.assign(printed_rank=rows["rank"].where(rows["batch"] == 1, PRINTED_RANK))
+    return rows.assign(paper_rank=rows["rank"].where(rows["batch"] == 1, PAPER_RANK))
 
 
 def _sizes(rows: pd.DataFrame) -> pd.DataFrame:
@@ -126,7 +126,7 @@ def _sizes(rows: pd.DataFrame) -> pd.DataFrame:
     return with_ratios(sizes, "weights", ["model"], {"bf16": is_bf16})
 
 
-def printed_rollouts() -> pd.DataFrame:
+def paper_rollouts() -> pd.DataFrame:
     """Tabulate the paper's tokens/s of rollouts (`number`), a row per model, batch, LoRA rank and format.
 
     `of_bf16` and `of_nf4` are ratios to these formats. `where` names the paper's tables and the rank.
@@ -139,7 +139,7 @@ def printed_rollouts() -> pd.DataFrame:
     return with_ratios(rows, "number", key, {base: rows["format"] == base for base in ("bf16", "nf4")})
 
 
-def printed_steps() -> pd.DataFrame:
+def paper_steps() -> pd.DataFrame:
     """Tabulate the paper's speeds of whole steps as text: a row per model, batch and format.
 
     The columns of speeds are the values of `STEP_METRICS`.
@@ -153,7 +153,7 @@ def printed_steps() -> pd.DataFrame:
 def _paper_rows(*metrics: str) -> pd.DataFrame:
     """Return the paper's rows of the given metrics for BF16, NF4 and NVFP4, with our names of models and formats.
 
-    Adds `batch` (0 if the paper states none) and `rank` (`PRINTED_RANK` if it states none).
+    Adds `batch` (0 if the paper states none) and `rank` (`PAPER_RANK` if it states none).
     """
     rows = reference.paper_numbers()
     rows = rows[rows["metric"].isin(metrics) & rows["weight_format"].isin(["BF16", "NF4", "NVFP4"])]
@@ -161,7 +161,7 @@ def _paper_rows(*metrics: str) -> pd.DataFrame:
     rank = rows["setting"].str.extract(r"LoRA rank (\d+)", expand=False)
     return rows.assign(
         model=rows["model"].str.lower().str.removesuffix("-instruct"), format=rows["weight_format"].str.lower(),
-        batch=batch.fillna("0").astype(int), rank=rank.fillna(str(PRINTED_RANK)).astype(int),
+        batch=batch.fillna("0").astype(int), rank=rank.fillna(str(PAPER_RANK)).astype(int),
     )  # fmt: skip
 
 
@@ -169,13 +169,13 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
     """Build the table of rollouts: our tokens/s beside the paper's at the same model, format and batch.
 
     At batch 1 the LoRA ranks must be equal too. At other batches our row, whatever its rank, stands beside the paper's
-    row at `PRINTED_RANK`. Our row stands alone if its prompts do not have the paper's length. `ours` has a frame per
+    row at `PAPER_RANK`. Our row stands alone if its prompts do not have the paper's length. `ours` has a frame per
     result.
     """
-    papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
-    place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)
+    papers = paper_rollouts().rename(columns={"rank": "paper_rank"})
+    place = papers["batch"].astype(str) + " at " + papers["paper_rank"].astype(str)
     papers = papers.assign(
-        speed=papers["number"].map(format_number), place=place.where(papers["format"] == "nvfp4"), prompt=PRINTED_PROMPT
+        speed=papers["number"].map(format_number), place=place.where(papers["format"] == "nvfp4"), prompt=PAPER_PROMPT
     )  # fmt: skip
     return _join_with_paper(
         "Rollouts, as in the paper's Tables 5 to 9 and Figure 11",
@@ -186,7 +186,7 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
          *bench.OF_BASES, ("paper: tokens/s", "{paper_speed}"), ("paper: of BF16", "{paper_of_bf16:.2f}"),
          ("paper: of QLoRA", "{paper_of_nf4:.2f}"), ("paper: where", "{paper_where}"), ("repeats", "{repeats}"),
          ("lengths", "{lengths}"), *ORIGIN),
-        ours, papers, key=["model", "format", "batch", "printed_rank", "prompt"], benchmarks="rollout",
+        ours, papers, key=["model", "format", "batch", "paper_rank", "prompt"], benchmarks="rollout",
         setting="batch at rank",
     )  # fmt: skip
 
@@ -196,7 +196,7 @@ def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
 
     Our row stands alone if its prompts do not have the paper's length. `ours` has a frame per result.
     """
-    papers = printed_steps().assign(prompt=PRINTED_PROMPT)
+    papers = paper_steps().assign(prompt=PAPER_PROMPT)
     papers["place"] = papers["batch"].astype(str).where(papers["format"] == "nvfp4")
     return _join_with_paper(
         "Steps end to end, as in the paper's Tables 3 and 5 to 8",
