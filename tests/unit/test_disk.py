@@ -41,10 +41,10 @@ def test_a_full_disk_leaves_the_old_file_and_the_temporary_file_of_another_proce
     (tmp_path / "a.1").write_bytes(b"half")
     (tmp_path / "a.2").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'a'}'"):
-        replace_file(tmp_path / "a", b"new", aside="2")
+        replace_file(tmp_path / "a", b"new", suffix="2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.1"]  # /dev/full has no end to be read to
     assert ((tmp_path / "a").read_bytes(), (tmp_path / "a.1").read_bytes()) == (b"old", b"half")
-    replace_file(tmp_path / "a", b"new", aside="1")
+    replace_file(tmp_path / "a", b"new", suffix="1")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"new")]
 
 

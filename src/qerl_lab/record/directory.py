@@ -170,7 +170,7 @@ class RunDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            replace_file(self.path / FAILED, text.encode(), aside=str(os.getpid()))  # several ranks may fail at once
+            replace_file(self.path / FAILED, text.encode(), suffix=str(os.getpid()))  # several ranks may fail at once
         except OSError as error:
             if error.errno not in FULL:
                 raise

@@ -49,18 +49,18 @@ def exclusive(folder: Path, refusal: str | None = None) -> Iterator[None]:
         os.close(held)
 
 
-def temporary_path(path: Path, aside: str = "tmp") -> Path:
-    """Return `path` with `.<aside>` added to its name; `replace_file` writes there before it replaces `path`."""
-    return path.with_name(f"{path.name}.{aside}")
+def temporary_path(path: Path, suffix: str = "tmp") -> Path:
+    """Return `path` with `.<suffix>` added to its name; `replace_file` writes there before it replaces `path`."""
+    return path.with_name(f"{path.name}.{suffix}")
 
 
-def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
+def replace_file(path: Path, data: bytes, suffix: str = "tmp") -> None:
     """Write `data` to a file atomically, through a temporary file beside it.
 
-    If several processes may write the same file at once, each must give a different `aside`. Raises an OSError that
+    If several processes may write the same file at once, each must give a different `suffix`. Raises an OSError that
     names the file.
     """
-    temporary = temporary_path(path, aside)
+    temporary = temporary_path(path, suffix)
     try:
         with temporary.open("wb") as file:
             file.write(data)
