@@ -30,19 +30,19 @@ def forward_packed(
     `model` must return `log_probs` and `entropy` of the labels, as TRL's output head does; `kwargs` are its further
     arguments. Takes and returns padded tensors [B, T]; the results are 0 at padding.
     """
-    held = attention_mask.bool()
-    lengths = held.sum(1)
+    is_token = attention_mask.bool()
+    lengths = is_token.sum(1)
     out = model(
-        input_ids=input_ids[held][None],
-        position_ids=(held.cumsum(1) - 1)[held][None],
-        labels=labels[held][None],
+        input_ids=input_ids[is_token][None],
+        position_ids=(is_token.cumsum(1) - 1)[is_token][None],
+        labels=labels[is_token][None],
         attention_mask=None,
         cu_seq_lens_q=F.pad(lengths.cumsum(0), (1, 0)).int(),
         max_length_q=int(lengths.max()),
         use_cache=False,
         **kwargs,
     )
-    return SimpleNamespace(log_probs=_unpack(out.log_probs, held), entropy=_unpack(out.entropy, held))
+    return SimpleNamespace(log_probs=_unpack(out.log_probs, is_token), entropy=_unpack(out.entropy, is_token))
 
 
 def forward_padded(model: Callable[..., Any], *, attention_mask: Tensor, **kwargs: Any) -> Any:
@@ -55,12 +55,12 @@ def forward_padded(model: Callable[..., Any], *, attention_mask: Tensor, **kwarg
     return model(attention_mask=attention_mask, position_ids=position_ids, **kwargs)
 
 
-def _unpack(row: Tensor, held: Tensor) -> Tensor:
-    """Scatter a packed `row` [1, tokens - 1] to the shape of `held` [B, T], which is true at tokens.
+def _unpack(row: Tensor, is_token: Tensor) -> Tensor:
+    """Scatter a packed `row` [1, tokens - 1] to a padded batch [B, T]; `is_token` [B, T] is false at padding.
 
     The row has no value for the first token of the batch, which gets 0.
     """
-    return row.new_zeros(held.shape).masked_scatter(held, F.pad(row, (1, 0)))
+    return row.new_zeros(is_token.shape).masked_scatter(is_token, F.pad(row, (1, 0)))
 
 
 @contextmanager
