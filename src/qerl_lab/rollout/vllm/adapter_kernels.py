@@ -166,7 +166,7 @@ def _expand(
 
     t is the sum of `sums` over its first axis, of length `splits`. PARTS is the second result of `tiles_of`.
     """
-    part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
+    part, first, end = locate_tile(tl.program_id(0), PARTS, BLOCK_N)
     n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
     added = 0.0 if bias is None else tl.load(bias + n, mask=n < end, other=0.0).to(tl.float32)[None, :]
@@ -187,8 +187,8 @@ def _expand(
 
 
 @triton.jit
-def place(tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the part that contains tile number `tile`, the tile's first column, and the column after the part's last.
+def locate_tile(tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return, for tile number `tile`, the part that contains it, its first column, and the end (exclusive) of the part.
 
     PARTS is the second result of `tiles_of`.
     """

@@ -72,10 +72,10 @@ def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: 
     }
 
 
-def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder: str, way_out: str) -> None:
+def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder: str, remedy: str) -> None:
     """Raise ConfigError unless the engine's norms `held` equal the policy's norms `clean` and are float32.
 
-    Both are by full layer name. The message begins with `holder`, which names the engine, and ends with `way_out`.
+    Both are by full layer name. The message begins with `holder`, which names the engine, and ends with `remedy`.
     """
     for name, weight in clean.items():
         if name not in held:
@@ -86,7 +86,7 @@ def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder:
             why = f"holds another weight of {name} than the policy: its model is another"
         else:
             continue
-        raise ConfigError(f"{holder} {why}. {way_out}")
+        raise ConfigError(f"{holder} {why}. {remedy}")
 
 
 def adapted_layers(vllm_model: nn.Module) -> list[str]:
@@ -101,18 +101,18 @@ def adapted_layers(vllm_model: nn.Module) -> list[str]:
     return found
 
 
-def check_adapter(held: Collection[str], model: PeftModel, holder: str, way_out: str) -> None:
+def check_adapter(held: Collection[str], model: PeftModel, holder: str, remedy: str) -> None:
     """Raise ConfigError unless the engine holds an adapter in each layer where `model` has one.
 
     vLLM ignores an adapter of a layer that it names otherwise, and would sample from the base without an error. `held`
     has the full names of the layers (`adapted_layers`). The message begins with `holder`, which names the engine, and
-    ends with `way_out`.
+    ends with `remedy`.
     """
     given = [name for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)]
     if missing := [name for name in given if name not in held]:
         raise ConfigError(
             f"{holder} holds no adapter in {len(missing)} of {len(given)} layers that have one, the first "
-            f"{missing[0]}: its model is another, or names layers otherwise. {way_out}"
+            f"{missing[0]}: its model is another, or names layers otherwise. {remedy}"
         )
 
 
