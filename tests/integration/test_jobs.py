@@ -57,7 +57,7 @@ def test_a_job_that_another_process_runs_is_left_alone(capfd: pytest.CaptureFixt
     with second.locked():
         second.begin()  # by resume=, for example
         scheduler.run(plan, "the command")
-        assert scheduler.finish(plan) == 130
+        assert scheduler.summarize(plan) == 130
     assert f"another process is running in {second.path.absolute()}" in capfd.readouterr().err
     assert second.status == "interrupted"
     assert RunDirectory(Path("sweep/0-adhoc-seed0")).status == "done"

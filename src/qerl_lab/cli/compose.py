@@ -67,8 +67,8 @@ class Plan:
 
 
 @cache
-def register_schema() -> None:
-    """Register with Hydra the schema of a run (RunConfig) and the files of sweeps/, which lie outside of conf/."""
+def register_schema_and_sweeps() -> None:
+    """Register with Hydra the schema RunConfig, and the files of sweeps/, because they lie outside of conf/."""
     store = ConfigStore.instance()
     store.store("schema", RunConfig)
     for path in sorted(group_folder("sweeps").glob("*.yaml")):
@@ -83,7 +83,7 @@ def make_plan(overrides: Iterable[str], multirun: bool) -> Plan:
     """
     overrides = [spell_for_hydra(word) for word in overrides]
     parsed = parse_overrides(overrides)
-    register_schema()
+    register_schema_and_sweeps()
     with (
         as_config_errors(),
         initialize_config_dir(str(package_data("conf")), job_name="qerl_lab", version_base=VERSION_BASE),
@@ -130,7 +130,8 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
 def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     """Expand the sweep that Hydra composed as `master` into jobs; compose and check each; return the plan.
 
-    Raises ConfigError if a job cannot start, two jobs are equal or conflict, or an override has no effect.
+    Leaves the last job in Hydra's global HydraConfig. Raises ConfigError if a job cannot start, two jobs are equal or
+    conflict, or an override has no effect.
     """
     _refuse_shadowed_files(master)
     if not str(master.hydra.sweep.dir).strip():  # a variable of the shell that is not set; as a path this directory

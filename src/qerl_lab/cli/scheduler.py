@@ -93,10 +93,10 @@ def _show_until_done(waiting: dict[Any, Job], progress: SweepProgress, stop_file
     progress.close()
 
 
-def finish(plan: Plan) -> int:
+def summarize(plan: Plan) -> int:
     """Print a table of how the jobs of a sweep ended, and save it in the sweep's directory. Return the exit code.
 
-    The code is 0 if all jobs are done, 130 after an interruption, else 1: a job failed or never began.
+    The code is 0 if all jobs are done, which deletes STOP_FILE, 130 after an interruption, else 1.
     """
     table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
     replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
@@ -165,7 +165,7 @@ def run_locally(sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
     gpu_pool = gpu_pool_of([sweep_job.config for sweep_job in sweep_jobs])
 
     def run_on_gpus(sweep_job: SweepJob) -> str:
-        """Run a job, on GPUs from the pool unless it runs on the CPU; return the result of its future."""
+        """Run a job, on GPUs from the pool unless it runs on the CPU; return its message (see `SweepJob`)."""
         if gpu_pool is None or sweep_job.config.device == "cpu":
             return sweep_job()
         with gpu_pool.take(sweep_job.config.gpus) as taken:

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, open_dict, read_write
 import qerl_lab
 from qerl_lab import preflight
 from qerl_lab.cli import cluster, compose, jobs, launch, manual, scheduler
-from qerl_lab.cli.compose import VERSION_BASE, Plan, register_schema
+from qerl_lab.cli.compose import VERSION_BASE, Plan, register_schema_and_sweeps
 from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag_error
 from qerl_lab.cli.intent import overrides_by_key
 from qerl_lab.cli.overrides import GROUPS, as_config_errors, overrides_of_runs, parse_overrides, spell_for_hydra
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 def _run_hydra(arguments: list[str]) -> int:
     """Start Hydra with these arguments; Hydra calls `run`. Return the exit code. Errors are raised, not printed."""
-    register_schema()
+    register_schema_and_sweeps()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     before, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
@@ -137,7 +137,7 @@ class CheckJobs(Callback):
     @past_hydra()
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Override Hydra's hook after a sweep's last job: print how each job ended; exit with the sweep's exit code."""
-        sys.exit(scheduler.finish(self.plan))
+        sys.exit(scheduler.summarize(self.plan))
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
@@ -166,7 +166,7 @@ def run(cfg: DictConfig) -> int:
 
 
 def _exit_if_no_override(hydra_config: Any) -> None:
-    """Print the overview and exit if no override was typed: without arguments the command starts nothing either.
+    """Print the overview and exit if no override was typed, as the command does without arguments.
 
     `hydra_config` is the section `hydra` of what Hydra composed.
     """
@@ -253,7 +253,7 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         plan = _check_jobs(plan, is_here=plan.jobs[0].config.launcher == "local")
         print(manual.opening_lines(plan), flush=True)
         scheduler.run(plan, command)
-        return scheduler.finish(plan)
+        return scheduler.summarize(plan)
     if "steps" in added:
         jobs.extend_run(run, int(added["steps"]))
     elif run.status == "done":
