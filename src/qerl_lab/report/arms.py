@@ -71,8 +71,7 @@ def _fill_gaps(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
     """Replace device=auto, which runs that failed early still record, by cpu or cuda.
 
-    A run gets the device with which it has the arm of another run in `runs`. If both devices fit, or neither does, it
-    keeps device=auto.
+    A run gets the device that gives it the arm of another run in `runs`; it keeps device=auto if both or neither do.
     """
     known, found = {run.arm for run in runs}, []
     for run in runs:

@@ -238,9 +238,9 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], is_ratio: bool, w
 
 
 def _check_key(key: Any, where: str, known: set[str]) -> None:
-    """Refuse a key of a claims file that is not in `known`, or no key of runs at all.
+    """Raise ValueError unless a key of a claims file is in `known`, keys (or groups) that define arms.
 
-    `where` names the place in the file for the message. Raises ValueError.
+    `where` names the place in the file for the message.
     """
     if not isinstance(key, str) or key not in known | FIELDS.keys():
         raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")

@@ -231,7 +231,7 @@ def draw_formats(arms: Arms, formats: Mapping[str, str], title: str) -> Figure:
 def _limit_y_axis(axis: Axes, chosen: Values, curve: Curve) -> None:
     """Cut the y axis of a drawn panel to `curve.bounds`, and let it begin at 0 with `curve.from_zero`.
 
-    The axis of lines also ends at most a quarter of the values' range beyond the values, because wide bands would
+    With lines, the axis also ends at most a quarter of the values' range beyond the values, because wide bands would
     flatten the lines.
     """
     values, margin = pd.concat([values for own in chosen.values() for values in own]), math.inf

@@ -28,7 +28,7 @@ NAME_CHARS, MEANING_CHARS, TITLE_CHARS = 24, 32, 28  # most characters in a line
 BELOW = 0.2  # of a row: the paper's effect is so much lower than the measured one, which it would hide
 SPREAD = 0.4  # of k: the most by which the first and the last arm of a k are apart
 SMALLEST: dict[str, Any] = {"color": "grey", "linestyle": ":", "linewidth": 0.9}
-PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
+PAPER_MARK: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
 
 
 class Passes(NamedTuple):
@@ -55,7 +55,7 @@ def pass_at_each_k(runs: Sequence[Run]) -> Passes:
 
 
 @styled()
-def draw_passes(comparison: Comparison) -> Figure | None:
+def draw_pass_at_k(comparison: Comparison) -> Figure | None:
     """Draw pass@k after training by k, a line per arm; None if no arm has pass@k. The caller closes the figure.
 
     The title has the number of questions, or the numbers if arms have different ones. The legend has each arm's seeds.
@@ -148,7 +148,7 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
     if not all(row.judged for row in measured):
         marks.append(Line2D([], [], color="black", marker="o", mfc="white", label="too few seeds for a verdict"))
     if any(row.contrast.printed for row in measured):
-        marks.append(Line2D([], [], **PRINTED, label="the paper's effect"))
+        marks.append(Line2D([], [], **PAPER_MARK, label="the paper's effect"))
     columns = 3
     if across == 1:  # one panel is narrower than two entries of the legend
         columns = 1
@@ -193,7 +193,7 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
                 arrow = {"arrowstyle": "->", "color": shade, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
                 axis.annotate("", (edge, -place), (mean, -place), ("axes fraction", "data"), "data", arrow)
         printed = [value for _, value in row.contrast.printed]
-        axis.plot(printed, [-place - BELOW] * len(printed), **PRINTED)
+        axis.plot(printed, [-place - BELOW] * len(printed), **PAPER_MARK)
         name = verdict_tables.name_of(row)
         names.append(textwrap.fill(name, NAME_CHARS, break_long_words=False, break_on_hyphens=False))
     axis.set_yticks([-place for place in range(len(rows))], names)

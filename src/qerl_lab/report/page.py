@@ -124,7 +124,7 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
         for figure in paper_curves.figures_below(curve.name, firsts):
             image, caption = palette.png(paper_curves.draw(figure)), paper_curves.caption(figure, firsts)
             drawn[curve.title].append(Drawn(figure.name, figure.about, image, caption))
-    if passes := diagnostics.draw_passes(compared):
+    if passes := diagnostics.draw_pass_at_k(compared):
         caption = "95% intervals over seeds and questions, clipped to 0 and 1."
         drawn["Diagnostics"].append(Drawn("passes", "pass@k after training, by k", palette.png(passes), caption))
     if gains := diagnostics.draw_gains(compared):
@@ -134,10 +134,10 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
 
 
 def html(
-    compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: SpeedSection,
-    command_line: str, title: str,
+    compared: Comparison, rows: Sequence[Row], baseline: str | None, figures: dict[str, list[Drawn]],
+    speed: SpeedSection, command_line: str, title: str,
 ) -> str:  # fmt: skip
-    """Render report.html, with the figures inside; `rows` are the verdicts.
+    """Render report.html, with the `figures` of `draw_all` inside; `rows` are the verdicts.
 
     `command_line` is the command that makes the page, `title` the name of the folder.
     """
@@ -159,8 +159,8 @@ def html(
         unmeasured=[row for row in rows if not row.numbers],
         without_runs=verdict_tables.contrasts_without_runs(rows),
         to_make=verdict_tables.missing_arms(rows), tables=tables(compared, baseline), speed=speed,
-        of_paper=any(figure.name.startswith("paper_") for section in drawn.values() for figure in section),
-        figures=drawn,
+        of_paper=any(figure.name.startswith("paper_") for section in figures.values() for figure in section),
+        figures=figures,
         provenance=_list_provenance(compared), arms_differ=comparison.tabulate_differing_settings(compared, "arm"),
         scales_differ=comparison.tabulate_scales(compared, "key"),
     )  # fmt: skip

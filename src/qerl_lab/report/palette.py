@@ -34,7 +34,7 @@ FORMATS: dict[str, str] = KNOWN | dict(zip(sorted({*choices_of("format")} - {*KN
 SCHEDULES = {"exponential": "#56B4E9", "linear": "#E69F00", "cosine": "#CC79A7", "logarithmic": "#777777"}
 # Four dashes and nine markers: with eight markers the ninth arm of a format would have both of the first arm.
 DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv" + "PX*<"
-PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that differ from ours
+PAPER_NAMES = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that differ from ours
 
 
 @contextmanager
@@ -55,10 +55,10 @@ def styled() -> Iterator[None]:
 def color(name: str, number: int = OTHERS.index("#777777")) -> str:
     """Return the hex color of a weight format, named as in the lab or as in the paper's figures.
 
-    Any other name gets color `number` of `OTHERS`.
+    Any other name gets color `number` of `OTHERS`, by default gray.
     """
     name = name.lower()
-    return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
+    return FORMATS.get(PAPER_NAMES.get(name, name), OTHERS[number % len(OTHERS)])
 
 
 def styles_of_arms(arms: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:

@@ -33,8 +33,7 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
     """Plot reward, entropy, noise and throughput of one run by step to the PNG file `path`. No smoothing.
 
     `steps` come from `runs.read_steps`; `weight_format` gives the color. Metrics that were not recorded have no panel,
-    and noise that was always 0 has none either. The panel of the reward has a line for each part, so that the lines add
-    up to the total.
+    nor does noise that was always 0. The panel of the reward has a line for the total and for each part of it.
     """
     training = steps.loc[1:].dropna(axis=1, how="all")
     quiet = [metric for metric in training if metric.startswith("noise/") and not training[metric].any()]

@@ -76,7 +76,7 @@ def test_a_table_has_the_retained_entropy_and_collapsed_runs_of_each_arm(found: 
 
 def test_every_figure_has_every_arm_in_the_color_of_its_format(found: Comparison) -> None:
     gains, said = diagnostics.draw_gains(found)
-    for figure, of in ((diagnostics.draw_passes(found), " (n=3)"), (gains, "")):
+    for figure, of in ((diagnostics.draw_pass_at_k(found), " (n=3)"), (gains, "")):
         handles, labels = figure.axes[0].get_legend_handles_labels()
         assert labels == [f"bf16{of}", f"nvfp4{of}"]
         lines = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
@@ -91,7 +91,7 @@ def test_pass_at_k_counts_the_questions_that_all_seeds_answered(found: Compariso
     for arms, seeds, questions in (
         (found.arms, 3, "4"), ({**found.arms, "bf16": [fewer, other]}, 2, "3 or 4"), ({"bf16": [fewer, other]}, 2, "3"),
     ):  # fmt: skip
-        (axis,) = diagnostics.draw_passes(replace(found, arms=arms)).axes
+        (axis,) = diagnostics.draw_pass_at_k(replace(found, arms=arms)).axes
         assert axis.get_title(loc="left") == f"pass@k after training, {questions} questions"
         assert axis.get_legend_handles_labels()[1][0] == f"bf16 (n={seeds})"
 
@@ -99,7 +99,7 @@ def test_pass_at_k_counts_the_questions_that_all_seeds_answered(found: Compariso
 def test_arms_of_one_k_stay_apart_from_those_of_the_next(found: Comparison) -> None:
     """However many arms there are: with a fixed distance between them 60 arms mix, and 101 leave the axis."""
     many = {f"bf16 {number}": found.arms["bf16"] for number in range(101)}
-    (axis,) = diagnostics.draw_passes(replace(found, arms=many)).axes
+    (axis,) = diagnostics.draw_pass_at_k(replace(found, arms=many)).axes
     x_of_arms = np.array([line.get_xdata() for line in axis.lines if line.get_marker() not in ("", "None", "_", "|")])
     assert x_of_arms.shape == (101, 3)  # k = 1, 2, 4
     assert x_of_arms.min() > 0
