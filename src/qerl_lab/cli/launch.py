@@ -102,9 +102,9 @@ class SweepJob:
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment of its processes
 
     def __call__(self) -> str:
-        """Run the job to its end. Return a message if the job was refused or failed, and "" if it ended otherwise.
+        """Run the job until it ends or is stopped. Return a message if it was refused or failed, else "".
 
-        If `stop_file` exists, nothing is started and "" is returned.
+        Starts nothing if `stop_file` exists.
         """
         if self.stop_file.exists():
             return ""

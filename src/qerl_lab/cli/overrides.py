@@ -149,7 +149,7 @@ def _check_override(override: Override) -> None:
 
 
 def _several_values(value: Any) -> str:
-    """Format a list of numbers, or a range such as 0-2, 0:2 or 0..2, as a sweep, `0,1,2`; "" if it is neither."""
+    """Format numbers in a list, or a range 0-2, 0:2 or 0..2, as a sweep: `0,1,2`, or `range(0,99)` if long; else ""."""
     if isinstance(value, list) and all(type(one) in (int, float) for one in value):
         return ",".join(map(spell_value, value))
     # Nine digits: a longer one is no count of runs, and int() and len() refuse the longest.

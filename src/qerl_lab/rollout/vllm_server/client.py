@@ -42,7 +42,7 @@ class ServerClient:
         )
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, deadline: float | None = None) -> Any:
-        """Send an HTTP request and return the parsed JSON answer, or None for an empty one.
+        """Send an HTTP request and return the parsed JSON answer, or None if the answer is no JSON.
 
         The request must be safe to repeat: after a lost connection it is sent again for `patience` seconds, although
         the server may have handled it already. Each try may take ANSWER_SECONDS. With a `deadline` (time.monotonic) a

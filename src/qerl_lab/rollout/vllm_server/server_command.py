@@ -23,7 +23,10 @@ ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": 
 
 
 def commands(cfg: RunConfig) -> list[str]:
-    """Return the shell lines that start a run's server, with a quantize command first if the model must be packed."""
+    """Return the shell lines that start a run's server, after a quantize command if the model must be packed.
+
+    Unpacks a GGUF file into the cache. Raises ConfigError for a missing or damaged model.
+    """
     path = cfg.model.path
     folder = gguf.unpack(gguf.existing_file(path, "model.path")) if gguf.is_gguf(path) else on_disk.local_path(path)
     packed = folder is not None and stored_as(folder) is not None  # take a hub model as dense without a download

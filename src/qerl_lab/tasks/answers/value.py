@@ -166,7 +166,7 @@ divide = _fold(operator.truediv)
 
 
 def _power(base: Value, exponent: Value) -> Value:
-    """Return `base` to the power of `exponent`. Raises Unreadable if the result would be too large.
+    """Return `base` to the power of `exponent`. Raises Unreadable if too large, ZeroDivisionError for 0^-1.
 
     For Fractions the result is exact if the exponent is an integer, or if the root is rational: (8/27)^(2/3) is 4/9.
     """
