@@ -61,7 +61,7 @@ def prepare(options: AnyOptions) -> None:
 
 
 def run(options: AnyOptions) -> Iterator[Row]:
-    """Measure all arms; yield the rows of each arm and rank. If an arm dies, its last row has the reason as `died`."""
+    """Measure all arms; yield the rows of each arm and LoRA rank. If an arm dies, `died` in its last row says why."""
     architecture, device = ARCHITECTURES[options.model], policy.device_of("auto")
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0  # elsewhere no completion ends early
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:

@@ -124,7 +124,7 @@ class Job:
 
 
 def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
-    """Parse the arms of `options`; return one job per arm and rank.
+    """Parse the arms of `options`; return one job per arm and LoRA rank.
 
     An arm such as "nvfp4 rollout.vllm.kv_cache_dtype=fp8" is a format or baseline, then overrides. `scratch` is the
     directory for checkpoints and adapters. Raises ConfigError if an arm has an unknown name or an unreadable override.

@@ -79,7 +79,7 @@ def overrides_by_key(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def with_implied_values(cfg: RunConfig, typed: Collection[str]) -> RunConfig:
-    """Return the configuration with values filled in that follow from others. May change `cfg`.
+    """Fill in the values that follow from others; return the configuration. May change `cfg`.
 
     Local paths become absolute and get hashes of their files. Also sets, unless the key is in `typed`: the model's
     name, a micro-batch size that divides the completions of an update, and the rounding rules that a quantized

@@ -24,7 +24,7 @@ LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 def continue_sweep(plan: Plan) -> Plan:
     """Find an earlier sweep of the same jobs. Return the plan with that sweep's directories, so that its runs continue.
 
-    Looks in hydra.sweep.dir if the user typed it, else among the sweeps beside `plan.directory`, the last begun first.
+    Looks in hydra.sweep.dir if the user typed it, else among the sweeps beside `plan.directory`, from the newest on.
     Jobs are the same if directory name, arm, seed, gpus and question files agree. A sweep beside `plan.directory` must
     also have all the jobs and the current code hash, because other code may give other numbers. If none matches, the
     plan keeps its directories. Its jobs then get a note on the last sweep that ran all of them with other code, or that

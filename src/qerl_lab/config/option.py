@@ -72,7 +72,7 @@ def did_you_mean(given: str, allowed: list[str]) -> str:
 
 
 def check_bounds(name: str, bounds: Any, value: Any) -> None:
-    """Raise ConfigError if `value`, or an item of it if it is a list, is out of bounds or none of the choices.
+    """Raise ConfigError if `value` is out of bounds or not among the choices. In a list each item is checked.
 
     None is always allowed. `name` is the key for the message, `bounds` the metadata of its dataclass field (see
     `option`).

@@ -60,9 +60,9 @@ class Arm(NamedTuple):
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that the dense model sampled, with its hidden state and its entropy at each of their T completion tokens.
+    """Texts that the dense model sampled, with its hidden states and entropies at all T completion tokens.
 
-    All other models are compared with the dense one on them.
+    Every other model is compared with the dense model on these texts.
     """
 
     policy: policy.Policy

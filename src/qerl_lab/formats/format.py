@@ -211,7 +211,7 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
 
 
 def _join_rows(slices: list[Tensor]) -> Tensor:
-    """Concatenate the rows of a packed tensor's slices; return a constant (no matrix) from the first slice.
+    """Concatenate the slices of a packed matrix by rows. Slices of another tensor are all equal: return the first.
 
     Concatenates bytes, because autocast refuses torch.cat of float8.
     """

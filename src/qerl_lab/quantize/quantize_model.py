@@ -33,7 +33,10 @@ from qerl_lab.system.disk import replace_file
 
 
 class Source(NamedTuple):
-    """A dense model: folder, weights, names of Linears to pack and to leave dense; config.json of the checkpoint."""
+    """A dense model: folder and weights, and names of the Linears that become `packed` or stay `dense`.
+
+    `config` is the config.json of the checkpoint.
+    """
 
     folder: Path
     weights: WeightFiles

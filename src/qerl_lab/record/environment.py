@@ -95,8 +95,7 @@ def _describe_gpus() -> list[dict[str, Any]]:
 def git_state() -> tuple[str, bool]:
     """Return the commit of the checkout that holds this package, and whether files differ from that commit.
 
-    Without a checkout the commit is the one that `git archive` wrote into commit.txt, else "unknown", and nothing
-    differs.
+    Without a checkout: the commit that `git archive` wrote into commit.txt, else "unknown", and False.
     """
     if not _is_checkout():
         file = Path(__file__).parents[1] / "commit.txt"

@@ -64,10 +64,10 @@ class Unfinished:
     def __init__(self, out: Path, identity: Mapping[str, Any], overwrite: bool) -> None:
         """Create `out`.partial, or continue the work of an earlier process with the same identity.
 
-        `identity` holds the options that determine the content, by name. The directory is empty unless the earlier
-        process noted a complete file. Raises ConfigError if `out` is not writable, another process is writing
-        `out`.partial, or that directory is not from this command. With another identity in its journal, `overwrite`
-        clears the directory; without `overwrite` this raises ConfigError too.
+        `identity` holds the options that determine the content, by name. Empties the directory if its journal lists no
+        complete file, or has another identity and `overwrite` is set. Raises ConfigError if the directory cannot be
+        written, another process is writing it, it is not from this command, or it has another identity and `overwrite`
+        is not set.
         """
         self.out, self.folder = out, out.with_name(out.name + ".partial")
         make_directory(self.folder, f"out={out}")

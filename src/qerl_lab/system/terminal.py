@@ -102,7 +102,7 @@ def estimate_time_left(seconds: float, done: int, left: int) -> str:
 
 
 def quiet_third_parties() -> None:
-    """Silence loading bars, deprecation warnings and advice of third-party libraries, but no errors."""
+    """Silence loading bars, deprecation warnings and advice of third-party libraries, but not their errors."""
     from datasets.utils.logging import disable_progress_bar
     from transformers.utils import logging as transformers_logging
 

@@ -148,9 +148,9 @@ def is_on_the_hub(cfg: TaskConfig) -> bool:
 
 
 def makes_questions(cfg: TaskConfig) -> bool:
-    """Tell whether a function of the user's file `task.module` returns questions, for which it may read task.path.
+    """Tell whether the user's file `task.module` has a function that returns questions.
 
-    Raises ConfigError if the file cannot be used.
+    Such a function may read task.path. Raises ConfigError if the file cannot be used.
     """
     return bool({"train", "heldout", "worked"} & module_file.load(cfg, {}).keys())
 

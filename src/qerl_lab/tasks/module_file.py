@@ -124,12 +124,12 @@ def _weighted_parts(cfg: TaskConfig, weights: Callable[..., Any]) -> set[str]:
 
 
 def _checked_questions(
-    where: str, function: Callable[..., Any], notes: Sequence[str], are_solved: bool, cfg: TaskConfig
+    where: str, function: Callable[..., Any], notes: Sequence[str], needs_solution: bool, cfg: TaskConfig
 ) -> list[Question]:
-    """Return the questions of the user's `function(cfg)`, with `notes` added to their notes.
+    """Return the questions of the user's `function(cfg)`, as `Questions` with `notes` added to its notes.
 
-    `where` names the function in error messages. With `are_solved` each question must have the text of a solution in
-    its payload. Raises ConfigError for invalid questions or equal ids.
+    `where` names the function in error messages. With `needs_solution` each payload must have a text `solution`.
+    Raises ConfigError for invalid questions or equal ids.
     """
     questions = _result_of(where, function, cfg)
     if not isinstance(questions, list) or not all(isinstance(question, Question) for question in questions):
@@ -137,10 +137,10 @@ def _checked_questions(
     for question in questions:
         try:
             json.dumps(payload := dict(question.payload))
-            solution: Any = payload.get("solution") if are_solved else ""
+            solution: Any = payload.get("solution") if needs_solution else ""
             "".join((question.id, question.prompt, question.answer, solution))  # raises TypeError for what is no text
         except (TypeError, ValueError) as error:
-            with_solution = ", with the text of a solution" if are_solved else ""
+            with_solution = ", with the text of a solution" if needs_solution else ""
             raise ConfigError(
                 f"{where} returned the question {question.id!r:.80}; its id, prompt and answer must be text, and "
                 f"its payload what JSON holds{with_solution}: {first_line(error)}."

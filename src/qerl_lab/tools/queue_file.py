@@ -110,7 +110,7 @@ class Estimate(NamedTuple):
 class Queue:
     """A parsed QUEUE.yaml: its distinct runs in order, and the rows of its ledger.
 
-    `chosen` are the parts that the command is about. `default_seconds`, the key `seconds` of the file, is the time of a
+    `chosen` are the parts that the user asked for. `default_seconds`, the key `seconds` of the file, is the time of a
     run for which nothing was measured.
     """
 
@@ -139,10 +139,10 @@ class Queue:
 
     @cached_property
     def shared(self) -> set[tuple[str, str]]:
-        """Return (run, start) of the ledger's attempts that shared their card with another; without a card, the host.
+        """Return (run, start) of the ledger's attempts that shared their GPU (without a GPU, their host) with another.
 
-        Two attempts share it if they overlap by more than half of the shorter one. Attempts one after the other seem to
-        overlap by the start of an engine, because `start` is when a run wrote env.json, and its `seconds` began before.
+        Two attempts share it if they overlap by more than half of the shorter one. Successive attempts seem to overlap
+        by the start of an engine, because `seconds` begin before `start`, when a run wrote env.json.
         """
         spans = [(row, datetime.fromisoformat(row["start"]).timestamp(), float(row["seconds"])) for row in self.rows]
         return {
@@ -156,7 +156,7 @@ class Queue:
         """Estimate how long a run takes with its evaluations, if `jobs` runs share a GPU.
 
         The estimate is the median over finished runs of this queue in the ledger: if possible over runs that had their
-        card alone (with `jobs` above 1 that shared it), and with as many evaluations as `planned`. It uses the first of
+        GPU alone (with `jobs` above 1: that shared it), and with as many evaluations as `planned`. It uses the first of
         these groups that is not empty: the run's arm with any seed, its experiment, its part, all. Without finished
         runs the estimate is `estimate_from_bench`, else `seconds` of QUEUE.yaml. Other ledger rows do not count,
         because their runs had other settings, such as another scale.
@@ -183,7 +183,7 @@ class Queue:
     def parts_of(self, row: Row) -> Sequence[Part]:
         """Return the parts that a ledger row belongs to: those that list its run, else the part that it names.
 
-        Empty if the part is no longer in the queue either.
+        Empty if the queue has lost both the run and the part.
         """
         listing = [part for run in self.runs if run.key == row["run"] for part in run.parts]
         return listing or [part for part in self.parts if part.name == row["part"]]

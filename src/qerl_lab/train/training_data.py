@@ -85,7 +85,7 @@ class Cursor:
         self.go_to(position)
 
     def go_to(self, position: int) -> None:
-        """Move the cursor, forwards or backwards, so that `position` questions of the order lie before it."""
+        """Move the cursor, forwards or backwards, to the question at index `position` of the endless order."""
         self.position = position
         self._order = islice(self.data.order(), position, None)
 

@@ -23,9 +23,9 @@ def with_answer_start(prompt: str, completions: Sequence[str]) -> list[str]:
 
 
 def without_answer_start(prompt: str, solution: str) -> str:
-    """Remove from a worked solution what the prompt already begins: all up to the last tag of `answer_start(prompt)`.
+    """Remove from a worked solution all text up to the last tag in `answer_start(prompt)`: the prompt has it already.
 
-    Returns the whole solution if the prompt begins no answer, or if the solution lacks this tag.
+    Returns the whole solution if the prompt does not begin the answer, or if the solution lacks this tag.
     """
     tags = re.findall(r"</?\w+>", answer_start(prompt))
     return solution.partition(tags[-1])[2] if tags and tags[-1] in solution else solution

@@ -98,7 +98,7 @@ def _as_relation(form: Form) -> Relation | None:
 def _compare_amounts(left: Amount, right: Amount) -> bool:
     """Tell whether two amounts are equal. 50% equals 0.5 and 50; a unit counts only if both amounts have one.
 
-    A unit may also be read as variables (`Amount.letters`) if the other amount has such a unit, or variables in its
+    A unit also counts as variables (`2 m` as 2 times m) if the other amount has such a unit, or variables in its
     expression. A long decimal also equals the number from which it was rounded, see `_is_rounding_of`.
     """
     if left.letters is not None and right.letters is not None and _compare_nodes(left.letters, right.letters):
