@@ -186,8 +186,8 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     return found
 
 
-def usual(labels: Sequence[str], runs_of: Mapping[str, Sequence[Run]]) -> str | None:
-    """Return the label of the arm that stands for all of `labels`, which fit equally; None if it is not clear.
+def representative_of(labels: Sequence[str], runs_of: Mapping[str, Sequence[Run]]) -> str | None:
+    """Choose one of `labels`, which fit a request equally, to represent all of them; None if no choice is clear.
 
     This is the arm labeled by its experiment's name alone. If there is none, it is the arm with the values that most
     arms of `runs_of` have in the settings in which `labels` differ. The choice does not depend on results.

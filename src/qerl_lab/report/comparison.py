@@ -185,13 +185,13 @@ def tabulate_scales(comparison: Comparison, head: str) -> list[list[str]]:
 def baseline_of(runs_of: Mapping[str, Sequence[Run]], wanted: str | None) -> str | None:
     """Return the label of the baseline among the arms `runs_of`, which maps labels to runs.
 
-    `wanted` is a full label or the name of an experiment; of several arms with that name `arms.usual` is taken. If
+    `wanted` is a full label or the name of an experiment; `arms.representative_of` chooses among arms of that name. If
     `wanted` is None, `BASELINE` is looked for, and the result is None if there is one arm only, or no such baseline.
     Raises ConfigError if a given `wanted` fits no arm or several.
     """
     name = wanted or BASELINE
     fits = [name] if name in runs_of else [label for label in runs_of if label.partition(" (")[0] == name]
-    found = arms.usual(fits, runs_of)
+    found = arms.representative_of(fits, runs_of)
     if wanted is None:
         return found if len(runs_of) > 1 else None
     if found is not None:

@@ -12,7 +12,7 @@ from functools import cache
 import pandas as pd
 
 from qerl_lab.config.conf_folder import package_data
-from qerl_lab.report.arms import usual
+from qerl_lab.report.arms import representative_of
 from qerl_lab.report.runs import Run
 
 EIGHT_STEPS, LAST_TENTH = "mean over steps 0-8", "mean over the last tenth of the steps"
@@ -121,7 +121,7 @@ def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str])
     """Map labels of our arms to (method, weight format) of the row with the same settings in the paper's Table 1.
 
     Arms without the settings `where` are left out. If several arms on one model, task and algorithm fit a row,
-    `arms.usual` is kept.
+    `arms.representative_of` is kept.
     """
     fitting = defaultdict[tuple[tuple[str, str], tuple[str, ...]], list[str]](list)
     for label, runs in arms.items():
@@ -131,7 +131,7 @@ def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str])
                 fitting[row, tuple(runs[0].value(key) for key in keys)].append(label)
     found = dict[str, tuple[str, str]]()
     for (row, _), labels in fitting.items():
-        kept = usual(labels, arms)
+        kept = representative_of(labels, arms)
         if kept is not None and where.items() <= arms[kept][0].settings.items():
             found[kept] = row
     return found
