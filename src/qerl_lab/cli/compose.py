@@ -130,7 +130,7 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
 def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     """Expand the sweep that Hydra composed as `master` into jobs; compose and check each; return the plan.
 
-    Leaves the last job in Hydra's global HydraConfig. Raises ConfigError if a job cannot start, two jobs are equal or
+    Leaves the last job in the global HydraConfig. Raises ConfigError if a job cannot start, two jobs are equal or
     conflict, or an override has no effect.
     """
     _refuse_shadowed_files(master)

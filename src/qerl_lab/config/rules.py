@@ -230,7 +230,7 @@ def _check_names(cfg: RunConfig) -> None:
 
 
 def _check_order(cfg: RunConfig) -> None:
-    """Raise ConfigError if a key is above the key that limits it, such as aqn.sigma_end above aqn.sigma_start."""
+    """Raise ConfigError if a key exceeds the key that limits it, e.g. aqn.sigma_end exceeds aqn.sigma_start."""
     pairs = [
         ("task.arithmetic.min_steps", "task.arithmetic.max_steps"),
         ("algorithm.overlong_buffer_tokens", "rollout.max_completion_tokens"),

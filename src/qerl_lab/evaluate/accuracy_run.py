@@ -198,8 +198,8 @@ def answer_missing_parts(
 def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:
     """Grade completions as QeRL's released eval/gsm8k.py: 1.0 if the answers' first characters are equal, else 0.0.
 
-    That script compares final answer and reference answer character by character and uses the first comparison alone.
-    An empty answer, which is an error in that script, counts as wrong here.
+    That script compares both answers character by character, and uses only the first comparison. An empty answer, an
+    error in that script, counts as wrong here.
     """
     finals = [final_answer(completion) or "" for completion in completions]
     return [float(final[:1] == answer[:1] != "") for final, answer in zip(finals, answers, strict=True)]

@@ -62,7 +62,7 @@ class Arm(NamedTuple):
 class Texts:
     """Texts that the dense model sampled, with its hidden states and entropies at all T completion tokens.
 
-    Every other model is compared with the dense model on these texts.
+    Every other model is compared with the dense one on these texts.
     """
 
     policy: policy.Policy

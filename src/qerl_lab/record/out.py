@@ -65,9 +65,8 @@ class Unfinished:
         """Create `out`.partial, or continue the work of an earlier process with the same identity.
 
         `identity` holds the options that determine the content, by name. Empties the directory if its journal lists no
-        complete file, or has another identity and `overwrite` is set. Raises ConfigError if the directory cannot be
-        written, another process is writing it, it is not from this command, or it has another identity and `overwrite`
-        is not set.
+        complete file, or with `overwrite` if it has another identity. Raises ConfigError if the directory cannot be
+        written, is not from this command, or is in use; without `overwrite` also for another identity.
         """
         self.out, self.folder = out, out.with_name(out.name + ".partial")
         make_directory(self.folder, f"out={out}")

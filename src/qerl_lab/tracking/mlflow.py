@@ -299,8 +299,8 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
 def create_sqlite(uri: str) -> None:
     """Create the sqlite database of `uri` if it is missing; do nothing for another kind of store.
 
-    The database is created under a temporary name and then linked into place. Otherwise a kill, or two runs of a sweep
-    that create the database at the same time, would leave a half-created database, which cannot be opened again.
+    Creates it under a temporary name, then links it into place. Otherwise a kill, or two runs of a sweep that create
+    the database at the same time, would leave a half-created database, which cannot be opened again.
     """
     path = sqlite_file(uri)
     if path is None or path.exists():

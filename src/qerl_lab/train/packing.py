@@ -49,7 +49,7 @@ def forward_padded(model: Callable[..., Any], *, attention_mask: Tensor, **kwarg
     """Compute a padded batch by `model`; a token's position is its index among the tokens, as in `generate`.
 
     Without `position_ids` models with learned positions, such as GPTBigCode, count the padding before a prompt too.
-    `kwargs` are the model's further arguments; returns what it returns.
+    `kwargs` are the model's further arguments. Returns its result.
     """
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
     return model(attention_mask=attention_mask, position_ids=position_ids, **kwargs)

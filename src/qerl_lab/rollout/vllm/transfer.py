@@ -154,7 +154,7 @@ def write_adapter_config(model: PeftModel, folder: Path) -> None:
 
 
 def write_adapter_weights(model: PeftModel, folder: Path) -> None:
-    """Write the current adapter weights to `folder` atomically, so that a reader sees the old file or the new one.
+    """Write the current adapter weights to `folder` atomically.
 
     Raises EngineFailed if that fails: the folder may be full, or on another host that went away.
     """
