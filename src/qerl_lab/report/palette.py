@@ -133,11 +133,16 @@ def add_legend_below(figure: Figure) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """Render a figure as a PNG of at most 256 colors, a third of the size of a PNG of all colors, and close it."""
-    drawn, written = io.BytesIO(), io.BytesIO()
+    """Render a figure as a PNG of few colors and close it."""
+    drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI, pil_kwargs={"compress_level": 0})  # it is compressed below
     plt.close(figure)
+    return with_fewer_colors(drawn.getvalue())
+
+
+def with_fewer_colors(png: bytes) -> bytes:
+    """Reduce a PNG to at most 256 colors, which makes it a third of its size."""
+    image, written = Image.open(io.BytesIO(png)).convert("RGB"), io.BytesIO()
     # Of Pillow's methods this one keeps the colors of lines and pale bands best.
-    colors = Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    colors.save(written, "PNG")
+    image.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(written, "PNG")
     return written.getvalue()
