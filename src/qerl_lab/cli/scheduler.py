@@ -96,7 +96,7 @@ def _show_until_done(waiting: dict[Any, Job], progress: SweepProgress, stop_file
 def summarize(plan: Plan) -> int:
     """Print a table of how the jobs of a sweep ended, and save it in the sweep's directory. Return the exit code.
 
-    The code is 0 if all jobs are done, which deletes STOP_FILE, 130 after an interruption, else 1.
+    The code is 0 if all jobs are done, 130 after an interruption, else 1. With 0 it also deletes STOP_FILE.
     """
     table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
     replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor
 
 from qerl_lab.model import all_weights
 from qerl_lab.model.linear import PackedLinear, packed_layers
 from qerl_lab.model.loading import tied_names
+from qerl_lab.model.lora import lora_layers
 from qerl_lab.model.on_disk import read_model_json
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import copy_companions
@@ -54,7 +54,7 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
     """
     base, tensors = policy.base, base_tensors(policy)
     packed, rounded, moved = packed_layers(base), 0.0, 0.0
-    adapted = {name: layer for name, layer in base.named_modules() if merged and isinstance(layer, LoraLayer)}
+    adapted = lora_layers(base) if merged else {}
     for name in packed | adapted:
         layer = packed.get(name)
         if layer is not None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.layer import Linear, LoraLayer
 from torch import Tensor, nn
 
 from qerl_lab.model.linear import PackedLinear, autocast_dtype, scaled_linear
@@ -13,6 +13,11 @@ from qerl_lab.model.linear import PackedLinear, autocast_dtype, scaled_linear
 def register_lora(lora_config: LoraConfig) -> None:
     """Make PEFT use `LoraLinear`, which is faster than its own layer, for `lora_config`."""
     lora_config._register_custom_module({nn.Linear: LoraLinear})  # PackedLinear is a kind of nn.Linear
+
+
+def lora_layers(base: nn.Module) -> dict[str, LoraLayer]:
+    """Return PEFT's layers with an adapter in `base`, the model below PEFT's wrapper, by full name."""
+    return {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
 
 
 class LoraLinear(Linear):

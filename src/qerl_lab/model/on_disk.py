@@ -67,7 +67,7 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
 
 
 def is_on_hub(path: str) -> bool:
-    """Tell whether the model `path` is an id on the hub. Raises ConfigError if it can be no model at all."""
+    """Tell whether the model `path` is a hub id. Raises ConfigError if it is neither that nor a local model."""
     return local_path(path) is None and not gguf.is_gguf(path)
 
 

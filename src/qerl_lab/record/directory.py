@@ -387,10 +387,10 @@ class RunDirectory:
                 )
 
     def refuse_other_model(self, folder: Path) -> None:
-        """Raise ConfigError if the run began with a model from the hub other than the one in `folder`, by `model_hash`.
+        """Refuse a hub model in `folder` that has changed since the run began: raise ConfigError.
 
-        Without model.revision the newest model is taken, and resolved.yaml has no hash of it. Passes if env.json names
-        no model.
+        Without model.revision a run takes the newest model, so the hub may give another one later. Compares the model's
+        hash with the hash in env.json. Accepts any model if env.json has none.
         """
         then = self.environment().get("model")
         if then and then["hash"] != (found := model_hash(folder)):

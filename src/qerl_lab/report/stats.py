@@ -224,11 +224,11 @@ def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
 
 
 def pass_at(k: int, right: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:
-    """Return pass@k of each question, given that `right` of `samples` samples are right; both of any shape, as [Q].
+    """Compute pass@k of questions from the numbers `right` of right samples, each out of `samples`.
 
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, Eq. 1) for c right of n samples: 1 - C(n - c, k) /
-    C(n, k). It is computed as one minus the product of 1 - k / i over i from n - c + 1 to n. Raises ValueError for k
-    outside 1 to `samples`, and for impossible counts.
+    `right` may have any shape; the result has the same. This is the unbiased estimator of Chen et al. 2021 (arXiv
+    2107.03374, Eq. 1) for c right of n samples: 1 - C(n - c, k) / C(n, k), which is one minus the product of 1 - k / i
+    over i from n - c + 1 to n. Raises ValueError for k outside 1 to `samples`, and for impossible counts.
     """
     right = np.asarray(right)
     if not 1 <= k <= samples:

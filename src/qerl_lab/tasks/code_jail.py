@@ -140,9 +140,10 @@ def allow_calls(machine: str) -> None:
 
 
 def _allow_without_bits(number: int, index: int, bits: int, both_halves: bool = False) -> list[Instruction]:
-    """Return BPF instructions that allow system call `number` only if argument `index` (from 0) has none of `bits`.
+    """Return BPF instructions that allow system call `number` if argument `index` (from 0) has none of `bits` set.
 
-    Tests the lower 32 bits of the argument, and the upper 32 bits against the same `bits` if `both_halves`.
+    They refuse the call otherwise. They test the lower 32 bits of the argument, and with `both_halves` the upper 32
+    bits against the same `bits` too.
     """
     tests = []
     for at in (ARGUMENTS + 8 * index, ARGUMENTS + 8 * index + 4)[: 1 + both_halves]:
@@ -151,15 +152,18 @@ def _allow_without_bits(number: int, index: int, bits: int, both_halves: bool = 
 
 
 def _allow_one_of(number: int, index: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Return BPF instructions that allow system call `number` only if argument `index` (from 0) is one of `values`."""
+    """Return BPF instructions that allow system call `number` if argument `index` (from 0) is one of `values`.
+
+    They refuse the call otherwise.
+    """
     tests = [test for value in values for test in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
     return _only_for_call(number, [(LOAD, 0, 0, ARGUMENTS + 8 * index), *tests, (RETURN, 0, 0, REFUSE)])
 
 
 def _only_for_call(number: int, instructions: list[Instruction]) -> list[Instruction]:
-    """Return BPF `instructions` behind a test that skips them unless the system call is `number`.
+    """Limit BPF `instructions`, which must end in RETURN, to system call `number`: other calls skip them.
 
-    `instructions` must end in RETURN. Returns an empty list if `number` is -1, because the machine lacks this call.
+    Returns an empty list if `number` is -1, because the machine lacks this call.
     """
     return [(EQUAL, 0, len(instructions), number), *instructions] if number >= 0 else []
 

@@ -216,7 +216,7 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
 
 
 def has_test_file(path: str | None, source: Source) -> bool:
-    """Tell whether `path` is a directory with a file of held-out rows, called test, of a set without a test split."""
+    """Tell whether the directory `path` has a file called test, with held-out rows for a set without a test split."""
     if source.test is not None or path is None:
         return False
     folder = Path(path).expanduser()
@@ -224,15 +224,15 @@ def has_test_file(path: str | None, source: Source) -> bool:
 
 
 def _find_split(folder: Path, source: Source, names: Sequence[str]) -> list[Path]:
-    """Return the file of the first of `names` that a local folder has, or all shards of it; [] if it has none.
+    """Find the rows of a split in a local folder: one file, or all its shards. Return [] if there are none.
 
-    Raises ConfigError if a shard is missing, or there is another copy of one.
+    Tries the `names` of the split in order. Raises ConfigError if a shard is missing or there twice.
     """
     for inside in (folder, folder / "data", folder / source.hub_config):
         for name in names:
-            for pattern in (f"{name}.jsonl", f"{name}.parquet"):
-                if files := [*inside.glob(pattern)]:
-                    return files
+            for suffix in SUFFIXES:
+                if (file := inside / f"{name}{suffix}").exists():
+                    return [file]
             shards = sorted(file for file in inside.glob(f"{name}-*-of-*.parquet") if _SHARD.search(file.name))
             if shards:
                 _refuse_incomplete(shards)

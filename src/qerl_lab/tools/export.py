@@ -149,7 +149,7 @@ def model_card(options: ExportOptions, cfg: RunConfig, run: RunDirectory) -> str
         library_name="transformers" if options.merged else "peft",
         pipeline_tag="text-generation",
         tags=["qerl-lab", "reinforcement-learning", cfg.algorithm.name, cfg.format.name],
-        base_model=None if gguf.is_gguf(path) or on_disk.local_path(path) is not None else path,
+        base_model=path if on_disk.is_on_hub(path) else None,
     )
     made = env.get("packages", {})
     return str(ModelCard.from_template(

@@ -134,7 +134,7 @@ def warm_up(options: WarmupOptions) -> None:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }  # fmt: skip
     require_dense(folder, f"model={options.model}", "because all its weights are trained. Type its path.")
-    tokenizer = load_tokenizer(folder)  # may refuse: before the weights
+    tokenizer = load_tokenizer(folder)
     model = load_by_transformers(folder, getattr(torch, options.dtype))
     rows, record["too_long"] = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:

@@ -26,7 +26,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import (
     WEIGHT_LOADER_V2_SUPPORTED,
@@ -43,6 +42,7 @@ from qerl_lab.formats.fp8 import W8A8
 from qerl_lab.formats.nvfp4 import GLOBAL_SCALE, Nvfp4
 from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.lora import lora_layers
 from qerl_lab.model.on_disk import read_model_json
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.product import (
@@ -360,7 +360,7 @@ def lora_modules(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
     """Return the two PEFT modules that hold the policy's matrices A and B, by full name of the base layer."""
     return {
         name: (layer.lora_A["default"], layer.lora_B["default"])
-        for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)
+        for name, layer in lora_layers(model.get_base_model()).items()
     }  # fmt: skip
 
 

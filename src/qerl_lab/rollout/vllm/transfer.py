@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.lora import lora_layers
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.system.disk import make_readable
 
@@ -73,9 +73,10 @@ def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: 
 
 
 def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder: str, remedy: str) -> None:
-    """Raise ConfigError unless the engine's norms `held` equal the policy's norms `clean` and are float32.
+    """Compare an engine's norms `held` with the policy's norms `clean`, both by full layer name.
 
-    Both are by full layer name. The message begins with `holder`, which names the engine, and ends with `remedy`.
+    Raises ConfigError if a norm is missing, has another weight, or is not float32. The message begins with `holder`,
+    which names the engine, and ends with `remedy`.
     """
     for name, weight in clean.items():
         if name not in held:
@@ -102,13 +103,13 @@ def adapted_layers(vllm_model: nn.Module) -> list[str]:
 
 
 def check_adapter(held: Collection[str], model: PeftModel, holder: str, remedy: str) -> None:
-    """Raise ConfigError unless the engine holds an adapter in each layer where `model` has one.
+    """Check that an engine holds an adapter in each layer where `model` has one.
 
-    vLLM ignores an adapter of a layer that it names otherwise, and would sample from the base without an error. `held`
-    has the full names of the layers (`adapted_layers`). The message begins with `holder`, which names the engine, and
-    ends with `remedy`.
+    `held` has the full names of the engine's layers with an adapter (`adapted_layers`). vLLM ignores an adapter of a
+    layer that it names otherwise, and would sample from the base without an error. Raises ConfigError for such a layer.
+    The message begins with `holder`, which names the engine, and ends with `remedy`.
     """
-    given = [name for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)]
+    given = lora_layers(model.get_base_model())
     if missing := [name for name in given if name not in held]:
         raise ConfigError(
             f"{holder} holds no adapter in {len(missing)} of {len(given)} layers that have one, the first "
